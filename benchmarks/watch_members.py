@@ -33,7 +33,7 @@ from horovod_train.distributed.watchdog.stall_detector import intervals
 from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Address, Connection, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 
 LIMITS = WatchConfig()
 CONNECT_WITHIN_S = 60.0
@@ -66,7 +66,7 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     members = context.Process(target=run_members, args=(tuple(server.address), ranks, there), daemon=True)
     members.start()
     there.close()
-    state = WatchState(Group(ranks), NullRankLog(), LIMITS, server, watched=range(ranks))  # type: ignore[arg-type]
+    state = WatchState(Group(ranks), RankLog(), LIMITS, server, watched=range(ranks))  # type: ignore[arg-type]
     try:
         WatchThread(state, Coordinator(state, server)).start()
         connect_s = float(_next(here, members))

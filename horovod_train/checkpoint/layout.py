@@ -1,9 +1,7 @@
-"""Where checkpoints are, which one is the newest, and from which a run starts. Needs no TensorFlow.
+"""Where checkpoints are, which is the newest, from which a run starts, how many there will be. Needs no TensorFlow.
 
-The only module that knows the names of their folders. The caller's `read` function decides how thoroughly checkpoints
-are checked: a run verifies and loads, explain verifies, plan reads the manifest.
-
-How many checkpoints a run saves and has at once, and whether the disk has room for them. Writes nothing.
+The only module that knows the names of their folders. Writes nothing. The caller's `read` function decides how
+thoroughly checkpoints are checked: a run verifies and loads, explain verifies, plan reads the manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ CHECKPOINTS = "checkpoints"
 BEST = "best"
 """Symbolic link, next to the checkpoints, to the best one. For people: every manifest records the best step."""
 
-
 STEP_NAME = r"step-\d{9,}"
 """Pattern of the names of checkpoints."""
 
@@ -42,6 +39,7 @@ class WithConfig(Protocol):
 
 
 Read = TypeVar("Read")
+
 Written = TypeVar("Written", bound=WithConfig)
 
 

@@ -1,11 +1,7 @@
 """Manages the checkpoints of a run: finds the one to start from, saves in the background, keeps newest and best.
 
 Does not decide when to save, or which is best; see training.hooks. Only root has a store: it reads and writes, and the
-other ranks get everything by broadcast. tensors defines one checkpoint, folder several.
-
-The checkpoints of a run in one folder: names, listing, atomic renames, removal.
-
-Writes no checkpoint itself (see tensors) and does not decide which to keep (see manager).
+other ranks get everything by broadcast. tensors defines the content of one checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -40,23 +35,31 @@ from horovod_train.checkpoint.tensors import PREFIX, Checkpoint, Facts, sync, ve
 from horovod_train.errors import UserError
 from horovod_train.output.removal import Artifact, check, remove, rename, replace
 
+_INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
+_CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
+_HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
+_LINK = Artifact(
+    "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
+)
+
 log = logging.getLogger(__name__)
 
 
-class Store(Protocol):
-    """The checkpoints of a run. Only root has some: CheckpointStore; the other ranks have NullStore."""
+class Store:
+    """A store without checkpoints, which ranks other than root have: finds nothing, writes nothing, never fails."""
 
     @property
     def write_s(self) -> float:
         """Seconds that the last whole save took, or that the current save has taken so far, if that is more."""
+        return 0.0
 
     @property
     def step_under_way(self) -> int | None:
         """The step whose checkpoint is being written, if any."""
+        return None
 
-    @property
-    def given_up(self) -> str | None:
-        """Why the run must end, because no later save is likely to succeed; None if one may."""
+    given_up: str | None = None
+    """Why the run must end, because no later save is likely to succeed; None if one may."""
 
     def check_room(self, bytes_each: int, most: int) -> None:
         """Warn if the disk has no room for so many checkpoints. Raises UserError if it has none for one more."""
@@ -66,6 +69,7 @@ class Store(Protocol):
 
         auto renames newer damaged ones and reports that.
         """
+        return None
 
     def rewind(self, step: int) -> None:
         """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
@@ -81,39 +85,43 @@ class Store(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> str | None:
         """Wait until nothing is being written. Return why the last save failed; None if it did not or there is none."""
+        return None
 
     def finish(self, timeout_s: float) -> None:
         """For a run that fails: wait for the checkpoint being written, and report the last good one."""
 
 
-class NullStore:
-    """The store of every rank except root: finds nothing, writes nothing, never fails."""
+def open_store(
+    directory: Path | None,
+    keep: int,
+    is_ours: Callable[[], bool] = lambda: True,
+    max_failed_saves: int | None = None,
+) -> Store:
+    """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
 
-    write_s = 0.0
-    step_under_way = None
-    given_up = None
-
-    def check_room(self, bytes_each: int, most: int) -> None: ...
-
-    def find(self, resume: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> None: ...
-
-    def finish(self, timeout_s: float) -> None: ...
+    is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
+    max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
+    """
+    if directory is None:
+        return Store()
+    return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
 
 
-class CheckpointStore:
-    """The checkpoints in one folder, written by one thread at a time. See Store for the methods."""
+def open_checkpoint(path: str, where: str) -> Checkpoint:
+    """Return the verified checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
+
+    Changes nothing there. where: the setting that the path came from, for the UserError if there is no whole one.
+    """
+    return read_at(path, where, verify)
+
+
+class CheckpointStore(Store):
+    """The checkpoints in one folder, written by one thread at a time."""
 
     def __init__(
         self, folder: Path, keep: int, is_ours: Callable[[], bool], max_failed_saves: int | None = None
     ) -> None:
         self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
-        self.given_up: str | None = None
         self._max_failed_saves, self._failed_saves = max_failed_saves, 0
         self._writer: threading.Thread | None = None
         self._step = 0
@@ -197,7 +205,7 @@ class CheckpointStore:
                 self.checkpoints.put_in_place(partial, facts.step)
             except BaseException:
                 with suppress(OSError):
-                    self.checkpoints.remove_partial(partial)
+                    remove(partial, _HIDDEN)
                 raise
         except (OSError, tf.errors.OpError) as error:
             folder = self.checkpoints.folder
@@ -261,30 +269,6 @@ class CheckpointStore:
             log.warning(f"{path} is damaged: {damage}. It cannot be renamed: {reason(error)}.")
 
 
-def open_store(
-    directory: Path | None,
-    keep: int,
-    is_ours: Callable[[], bool] = lambda: True,
-    max_failed_saves: int | None = None,
-) -> Store:
-    """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
-
-    is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
-    max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
-    """
-    if directory is None:
-        return NullStore()
-    return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
-
-
-_INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
-_CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
-_HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
-_LINK = Artifact(
-    "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
-)
-
-
 class CheckpointSet:
     """The folders `step-000000460/` and so on.
 
@@ -328,10 +312,6 @@ class CheckpointSet:
         sync(self.folder)
         with suppress(OSError):  # clear_leftovers tries again
             remove(replaced_path, _HIDDEN)
-
-    def remove_partial(self, partial: Path) -> None:
-        """Remove what a failed save has written."""
-        remove(partial, _HIDDEN)
 
     def mark_best(self, step: int) -> int:
         """Point the link at the best checkpoint; return its step.
@@ -397,11 +377,3 @@ class CheckpointSet:
 
     def _hidden(self, step: int, suffix: str) -> Path:
         return self.folder / f".{step_name(step)}{suffix}"
-
-
-def open_checkpoint(path: str, where: str) -> Checkpoint:
-    """Return the verified checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
-
-    Changes nothing there. where: the setting that the path came from, for the UserError if there is no whole one.
-    """
-    return read_at(path, where, verify)

@@ -38,7 +38,8 @@ def verify(folder: Path) -> dict[str, Any]:
     content = read_manifest(folder)
     with failures_are_damage():
         for name, expected in content["files"].items():
-            _check_sha256(folder / name, expected["sha256"])
+            if (checksum := _retry(sha256, folder / name)) != expected["sha256"]:
+                raise Damaged(f"{name}: expected SHA-256 {expected['sha256'][:12]}…, found {checksum[:12]}…")
     return content
 
 
@@ -147,8 +148,3 @@ def _check_size(file: Path, expected: int) -> None:
         raise Damaged(f"{file.name} is missing") from error
     if size != expected:
         raise Damaged(f"{file.name}: expected {expected} bytes, found {size}")
-
-
-def _check_sha256(file: Path, expected: str) -> None:
-    if (checksum := _retry(sha256, file)) != expected:
-        raise Damaged(f"{file.name}: expected SHA-256 {expected[:12]}…, found {checksum[:12]}…")

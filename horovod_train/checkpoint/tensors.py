@@ -1,6 +1,6 @@
 """One checkpoint: a folder with TensorFlow's checkpoint files and a manifest. Writes, verifies and loads it.
 
-Does not know other checkpoints; see folder. See manifest for what the manifest proves.
+Does not know other checkpoints; see manager. See manifest for what the manifest proves.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from horovod_train.errors import UserError
 
 PREFIX = "state"
 """Prefix of the names of TensorFlow's files: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
-
-
 _REQUIRED_FILES = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
 
 

@@ -96,9 +96,6 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
 
 
-# --- reports ----------------------------------------------------------------------------------------------------
-
-
 def _show_report(console: Console, report: Report) -> None:
     console.print(
         f"{report.where}: {report.records} records in {report.files} files, {report.bytes / 1e6:.1f} MB; "
@@ -129,9 +126,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-# --- what ranks would read --------------------------------------------------------------------------------------
-
-
 def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
     data = config.data
     records = open_records(data, "train")
@@ -155,9 +149,6 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
     console.print(build_table(titles, rows, left=titles[-1:]))
     console.print("each record once an epoch" if not wrong else f"{wrong} records not once an epoch")
     return 0 if not wrong else 1
-
-
-# --- what ranks did read ----------------------------------------------------------------------------------------
 
 
 def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:

@@ -1,10 +1,6 @@
-"""The parser of every command, which refuses remote paths and reports errors in one line; and which config is meant.
+"""What commands share: parser, choice of a config or a run, tables on the screen, and files that they write.
 
-Standard output for all commands, with tables and, on a terminal, with colours.
-
-Files that a command is asked to write: checks before it works for them, and writing.
-
-Which run a command is about; for evaluate, predict and export also which weights, and under which config.
+The parser refuses remote paths and reports errors in one line. Does not know any single command.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +29,9 @@ from horovod_train.output.rank_log import FOLDER
 from horovod_train.output.removal import Artifact, check
 
 T = TypeVar("T")
+ConfigParts = tuple[list[str], list[str]]
+"""Arguments that make up a config: files and overrides, in the order of `config.loader.load`."""
+LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER, lease.NAME)
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,11 +67,16 @@ class Parser(argparse.ArgumentParser):
         return action
 
 
-class ConfigParts(NamedTuple):
-    """Arguments that make up a config, in the order of `config.loader.load`."""
+def _local(text: str) -> str:
+    if problem := remote_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
 
-    files: list[str]
-    overrides: list[str]
+
+def _finite(text: str) -> float:
+    if not is_number(text):
+        raise argparse.ArgumentTypeError(f"expected a number; received {text!r}")
+    return float(text)
 
 
 def count(text: str) -> int:
@@ -112,17 +116,29 @@ def config_parts(arguments: argparse.Namespace) -> ConfigParts:
     stray, more_overrides = split_overrides(arguments.overrides)
     if stray:
         raise UserError(f"argument {stray[0]!r}: expected section.key=value, or --config before the name of a config.")
-    return ConfigParts(files, [*overrides, *more_overrides])
+    return files, [*overrides, *more_overrides]
+
+
+def split_overrides(arguments: Iterable[str]) -> ConfigParts:
+    """Separate overrides from files: argparse adds overrides that follow `--config FILE` to the files.
+
+    An argument that is an existing path is a file, even if it has a = in it, as runs/lr=0.1 has.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        (overrides if "=" in argument and not os.path.exists(argument) else files).append(argument)
+    return files, overrides
 
 
 def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
     """Read the config that the arguments of `add_config_arguments` make up. Raises UserError."""
     config, origins = load(*config_parts(arguments))
     if arguments.output_dir is not None:
-        key, path = "output_dir", arguments.output_dir
-        if problem := text_problem(key, path) or path_problem(key, path):
+        path = arguments.output_dir
+        if problem := text_problem("output_dir", path) or path_problem("output_dir", path):
             raise UserError(f"--output-dir: {problem}")
-        config = dataclasses.replace(config, output_dir=arguments.output_dir)
+        config = dataclasses.replace(config, output_dir=path)
         origins["output_dir"] = "--output-dir"
     return config, origins
 
@@ -139,28 +155,61 @@ def require_output_dir(config: Config) -> str:
     return config.output_dir
 
 
-def split_overrides(arguments: Iterable[str]) -> ConfigParts:
-    """Separate overrides from files: argparse adds overrides that follow `--config FILE` to the files.
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; settings that differ from its own"
+    )
+    add_config(parser, "config files, in place of RUN_DIR")
+    parser.add_argument(
+        "--checkpoint",
+        default="auto",
+        metavar="auto|best|PATH",
+        help="auto: the newest of the run; default %(default)s",
+    )
+    parser.add_argument(
+        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: moving averages if it kept any"
+    )
 
-    An argument that is an existing path is a file, even if it has a = in it, as runs/lr=0.1 has.
+
+def choose_run(arguments: argparse.Namespace) -> tuple[Config, str]:
+    """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint.
+
+    The checkpoint is its folder, or a folder above, whose newest checkpoint is used.
     """
-    files: list[str] = []
-    overrides: list[str] = []
-    for argument in arguments:
-        (overrides if "=" in argument and not os.path.exists(argument) else files).append(argument)
-    return ConfigParts(files, overrides)
+    files, overrides = split_overrides(arguments.config or [])
+    folders, more_overrides = split_overrides(arguments.words)
+    if len(folders) > 1 or bool(folders) == bool(files):
+        received = " ".join([*(arguments.config or []), *arguments.words]) or "neither"
+        raise UserError(f"expected either the directory of a run or --config; received {received}.")
+    if folders:
+        saved = Path(folders[0]) / "config.yaml"
+        if not saved.is_file():
+            raise UserError(
+                f"{folders[0]}: is no run's directory: it has no config.yaml. Name another, or use --config."
+            )
+        files = [str(saved)]
+    config, _ = load(files, [*overrides, *more_overrides])
+    return config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir)
 
 
-def _finite(text: str) -> float:
-    if not is_number(text):
-        raise argparse.ArgumentTypeError(f"expected a number; received {text!r}")
-    return float(text)
+def _checkpoint(choice: str, run_dir: str | None) -> str:
+    if choice not in ("auto", "best"):
+        return choice
+    if run_dir is None:
+        raise UserError(f"--checkpoint {choice}: of which run? Name its directory, or a checkpoint's path.")
+    if choice == "auto":
+        return run_dir
+    best = Path(run_dir) / CHECKPOINTS / BEST
+    if launcher.detect().rank == 0 and not best.is_dir():
+        raise UserError(f"--checkpoint best: {run_dir} has none; it keeps one if trained with checkpoint.best.")
+    return str(best.resolve())
 
 
-def _local(text: str) -> str:
-    if problem := remote_problem(text):
-        raise argparse.ArgumentTypeError(problem)
-    return text
+def require_run(run_dir: Path) -> None:
+    """Raise UserError if the directory has none of the files and folders that runs leave."""
+    if not any((run_dir / name).exists() for name in LEFT_BY_A_RUN):
+        problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
+        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
 
 
 def open_screen(*, launched: bool = False) -> Console:
@@ -211,64 +260,3 @@ def write_out(option: str, name: str, text: str, artifact: Artifact) -> None:
         write_atomically(Path(name), text, artifact)
     except OSError as error:
         raise UserError(f"{option} {name}: cannot be written: {error.strerror}.") from error
-
-
-LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER, lease.NAME)
-
-
-class Choice(NamedTuple):
-    config: Config
-    checkpoint: str
-    """Its folder, or a folder above whose newest checkpoint is used."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; settings that differ from its own"
-    )
-    add_config(parser, "config files, in place of RUN_DIR")
-    parser.add_argument(
-        "--checkpoint",
-        default="auto",
-        metavar="auto|best|PATH",
-        help="auto: the newest of the run; default %(default)s",
-    )
-    parser.add_argument(
-        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: moving averages if it kept any"
-    )
-
-
-def choose(arguments: argparse.Namespace) -> Choice:
-    """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint."""
-    files, overrides = split_overrides(arguments.config or [])
-    folders, more_overrides = split_overrides(arguments.words)
-    if len(folders) > 1 or bool(folders) == bool(files):
-        received = " ".join([*(arguments.config or []), *arguments.words]) or "neither"
-        raise UserError(f"expected either the directory of a run or --config; received {received}.")
-    if folders:
-        run_dir = folders[0]
-        if not (Path(run_dir) / "config.yaml").is_file():
-            raise UserError(f"{run_dir}: is no run's directory: it has no config.yaml. Name another, or use --config.")
-        files = [str(Path(run_dir) / "config.yaml")]
-    config, _ = load(files, [*overrides, *more_overrides])
-    return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
-
-
-def require_run(run_dir: Path) -> None:
-    """Raise UserError if the directory has none of the files and folders that runs leave."""
-    if not any((run_dir / name).exists() for name in LEFT_BY_A_RUN):
-        problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
-        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
-
-
-def _checkpoint(choice: str, run_dir: str | None) -> str:
-    if choice not in ("auto", "best"):
-        return choice
-    if run_dir is None:
-        raise UserError(f"--checkpoint {choice}: of which run? Name its directory, or a checkpoint's path.")
-    if choice == "auto":
-        return run_dir
-    best = Path(run_dir) / CHECKPOINTS / BEST
-    if launcher.detect().rank == 0 and not best.is_dir():
-        raise UserError(f"--checkpoint best: {run_dir} has none; it keeps one if trained with checkpoint.best.")
-    return str(best.resolve())

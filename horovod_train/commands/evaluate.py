@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from horovod_train.commands import cli
-from horovod_train.commands.cli import check_out, write_out
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, write_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.inference.artifacts import FIGURES
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
+from horovod_train.output.removal import Artifact
+
+
+def _is_figures(path: Path) -> bool:
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(data, dict) and {"step", "epoch", "records", "ranks", "weights", "checkpoint"} <= data.keys()
+
+
+FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=_is_figures)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("--out", metavar="FILE.json", help="also write the figures there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, checkpoint = cli.choose(arguments)
+    config, checkpoint = choose_run(arguments)
     if not config.data.eval:
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:
@@ -36,12 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     figures = evaluate(config, checkpoint, arguments.weights)
     if figures is not None:
-        to_stdout(
-            "  ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in figures.items()
-            )
-        )
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
+        to_stdout("  ".join(f"{name} {value}" for name, value in shown.items()))
         if arguments.out:
             write_out("--out", arguments.out, json.dumps(figures, indent=2) + "\n", FIGURES)
     return 0

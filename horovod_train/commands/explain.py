@@ -1,19 +1,10 @@
 """The command `explain`: what happened to a run, from the files that its ranks have left, and what to do next.
 
-The command `explain`: what happened to a run, from the files that its ranks have left, and what to do next.
-
 python -m horovod_train.main explain runs/digits_convnet
 
 Exit code 0 if the run has finished, 1 if not, 2 for a folder that is no run directory. Reads the newest checkpoint byte
-by byte, and if it is damaged the one before it: a run would resume from the checkpoint that is called good.
-
-Judges what the ranks of a run have left. files says how far the run came, lease who writes in its directory.
-
-For `explain`: how far a run came and from where it can resume, from its files, without TensorFlow.
-
-For `explain`: whether a run still has a valid lease on its directory, on any host. Changes nothing there.
-
-For `explain`: what to do about an error, by its text, before the run is started again. Reads no files.
+by byte, and if it is damaged the one before it: a run would resume from the checkpoint that is called good. Needs no
+TensorFlow, and changes nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +36,38 @@ from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, has_run_since
 from horovod_train.output.rank_log import FOLDER, RankStory, log_file, name_ranks, read_stories
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
-
 WATCH_S = 2 * REFRESH_S
 _NAMED_RANK = re.compile(r"\brank (\d+) \(")
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
+_USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
+"""What registry.raised_at adds to an error of the user's code."""
+_STEP = re.compile(r'"step": (\d+)')
+
+_BY_TEXT = (
+    (
+        r"No space left on device|Disk quota exceeded|File too large|the disk of .* has .* free",
+        "free space on the disk that is full (df {run_dir})",
+    ),
+    (r"output_dir: .* is gone: removed, renamed", "bring {run_dir} back, or choose another --output-dir"),
+    (r"another run has taken the directory", "stop the other run, or choose another --output-dir"),
+    (
+        r"checkpoint could not be saved|saves? (in a row )?ha(s|ve) failed",
+        "see to the disk of {run_dir}, where saves fail",
+    ),
+    (
+        r"Model diverged at .* not once they are combined",
+        "set horovod.compression to bf16 or none, or lower lr_schedule.base_lr",
+    ),
+    (
+        r"Model diverged",
+        "lower lr_schedule.base_lr, or look for values in the data that are not finite (check-data)",
+    ),
+    (
+        r"ResourceExhausted|[Oo]ut of memory|OUT_OF_MEMORY|MemoryError|Unable to allocate|bad_alloc",
+        "take a smaller data.global_batch_size, or more train.accumulate_steps, to need less memory",
+    ),
+)
+"""What to do about an error, by a pattern of its text; the first that matches."""
 
 
 class Outcome(NamedTuple):
@@ -58,6 +77,12 @@ class Outcome(NamedTuple):
     what: str
     rank: int | None = None
     time: str | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -113,13 +138,13 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     require_run(run_dir)
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
-    outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))
+    outcome = _judge(stories, summary, lambda: _find_running(run_dir, watch_s))
     if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
         # It may have ended while its files and its lease were looked at, which takes seconds.
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
         outcome = _judge(stories, summary, lambda: None)
-    checkpoint, damaged = last_good_checkpoint(run_dir)
-    steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
+    checkpoint, damaged = _last_good_checkpoint(run_dir)
+    steps = [_last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
     followed = [rank for rank, story in stories.items() if rank != outcome.rank and _ended_by_another(story)]
     is_over = outcome.state not in ("finished", "running")
@@ -139,6 +164,45 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
         next=_next(run_dir, outcome, stories, checkpoint),
     )
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object; empty if there is no complete one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_step_in_metrics(run_dir: Path) -> int | None:
+    try:
+        steps = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return max(map(int, steps), default=None)
+
+
+def _last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint that a run can resume from, and what is wrong with newer ones.
+
+    Reads them byte by byte, as a run would. Raises UserError if the folder cannot be read.
+    """
+    folder = run_dir / CHECKPOINTS
+    try:
+        newest, damaged = newest_whole(folder, _read)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
+    return newest, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
+
+
+def _read(folder: Path) -> Checkpoint:
+    try:
+        return Checkpoint(str(folder), int(verify(folder)["step"]))
+    except UserError as error:  # Only a later version can read it.
+        raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its manifest has no step: {error}") from error
 
 
 def _judge(
@@ -172,6 +236,15 @@ def _judge(
     return Outcome("disappeared", what, None, last.time)
 
 
+def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
+    failed = {rank: end for rank, end in ends.items() if end["ended"] == "failed"}
+    for rank, end in failed.items():
+        if _cause(rank, failed) == rank:
+            place = "" if end.get("step") is None else f" at step {end['step']}"
+            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{place}: {end.get('error')}"
+            yield Outcome("failed", what, rank, end["time"])
+
+
 def _cause(rank: int, failed: Mapping[int, Mapping[str, Any]]) -> int:
     """Return the rank at which a failed rank's error began.
 
@@ -182,15 +255,6 @@ def _cause(rank: int, failed: Mapping[int, Mapping[str, Any]]) -> int:
     sharing = [other for other, end in failed.items() if str(end.get("error")) == text]
     named = [int(number) for number in _NAMED_RANK.findall(text) if int(number) in failed]
     return (named or sharing)[0] if len(sharing) > 1 else rank
-
-
-def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
-    failed = {rank: end for rank, end in ends.items() if end["ended"] == "failed"}
-    for rank, end in failed.items():
-        if _cause(rank, failed) == rank:
-            place = "" if end.get("step") is None else f" at step {end['step']}"
-            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{place}: {end.get('error')}"
-            yield Outcome("failed", what, rank, end["time"])
 
 
 def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
@@ -213,126 +277,13 @@ def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
                 yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
 
 
-def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> str:
-    end = None if outcome.rank is None else stories[outcome.rank].end
-    if outcome.state != "failed" or not summary or (end and end.get("step") is not None):
-        return ""
-    return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"
-
-
-def _ended_by_another(story: RankStory) -> bool:
-    """Return whether this rank ended because of another. A launcher may have ended it before it logged its own end."""
-    return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
-
-
-def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: Checkpoint | None) -> str:
-    logs = run_dir / FOLDER
-    if outcome.state == "finished":
-        return "nothing to do"
-    if outcome.state == "running":
-        return f"wait; its progress is in {logs}"
-    story = None if outcome.rank is None else stories.get(outcome.rank)
-    host = story.host if story else "its host"
-    log = log_file(logs, story.rank) if story else logs
-    end = story.end if story is not None and story.end is not None else {}
-    place = Place(str(run_dir), str(log))
-    first = {
-        "failed": f"{next_step(str(end.get('error')), end.get('exit_code', 1), place)}; then ",
-        "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
-        "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
-    }.get(outcome.state, "")
-    stop_file = run_dir / STOP_FILE
-    if stop_file.exists():
-        first += f"remove {stop_file}, which would stop the run again; then "
-    does = "resume with" if checkpoint else "start again with"
-    return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
-
-
-def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
-    """Return the command that starts the run again as it was started."""
-    command = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
-    if not resumes_by_itself(run_dir):
-        command.append("checkpoint.resume=auto")
-    return shlex.join([*_launch(stories), *command, "--output-dir", str(run_dir)])
-
-
-def _launch(stories: Sequence[RankStory]) -> list[str]:
-    launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
-    per_host = Counter(story.host for story in stories)
-    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
-    return {
-        "none": [],
-        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
-        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
-        "srun": ["srun", "--mpi=none", "-n", size],
-        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
-    }.get(launcher, [launcher, "-n", size])
-
-
 def _is_alive(story: RankStory) -> bool:
     """Return whether its process is on this host: the same process, not a later one with its number."""
-    is_here = story.host == socket.gethostname()
-    return is_here and has_run_since(story.pid, datetime.fromisoformat(story.entries[0].time).timestamp())
+    began = datetime.fromisoformat(story.entries[0].time)
+    return story.host == socket.gethostname() and has_run_since(story.pid, began.timestamp())
 
 
-_STEP = re.compile(r'"step": (\d+)')
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    path: str
-    step: int
-
-
-def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint that a run can resume from, and what is wrong with newer ones.
-
-    Reads them byte by byte, as a run would. Raises UserError if the folder cannot be read.
-    """
-    folder = run_dir / CHECKPOINTS
-    try:
-        newest, damaged = newest_whole(folder, _read)
-    except OSError as error:
-        raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
-    return newest, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
-
-
-def _read(folder: Path) -> Checkpoint:
-    try:
-        return Checkpoint(str(folder), int(verify(folder)["step"]))
-    except UserError as error:  # Only a later version can read it.
-        raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its manifest has no step: {error}") from error
-
-
-def last_step_in_metrics(run_dir: Path) -> int | None:
-    try:
-        steps = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return max(map(int, steps), default=None)
-
-
-def resumes_by_itself(run_dir: Path) -> bool:
-    """Return whether the run, started again with its own config, resumes from its newest checkpoint."""
-    try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        return bool(config["checkpoint"]["resume"] != "never")
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return True
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object; empty if there is no complete one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def find_running(run_dir: Path, watch_s: float) -> str | None:
+def _find_running(run_dir: Path, watch_s: float) -> str | None:
     """Return which run has the directory and how that shows, in words; None if no run has it.
 
     A lease refreshed within watch_s is valid. A lease that looks older is watched for that long, because the clock that
@@ -360,55 +311,79 @@ def find_running(run_dir: Path, watch_s: float) -> str | None:
     return None
 
 
-class Place(NamedTuple):
-    """Where a rank failed, in words for a sentence: its run directory and its log."""
-
-    run_dir: str
-    log: str
-
-
-Advice = Callable[[Place], str]
-
-_BY_TEXT: tuple[tuple[str, Advice], ...] = (
-    (
-        r"No space left on device|Disk quota exceeded|File too large|the disk of .* has .* free",
-        lambda place: f"free space on the disk that is full (df {place.run_dir})",
-    ),
-    (
-        r"output_dir: .* is gone: removed, renamed",
-        lambda place: f"bring {place.run_dir} back, or choose another --output-dir",
-    ),
-    (r"another run has taken the directory", lambda place: "stop the other run, or choose another --output-dir"),
-    (
-        r"checkpoint could not be saved|saves? (in a row )?ha(s|ve) failed",
-        lambda place: f"see to the disk of {place.run_dir}, where saves fail",
-    ),
-    (
-        r"Model diverged at .* not once they are combined",
-        lambda place: "set horovod.compression to bf16 or none, or lower lr_schedule.base_lr",
-    ),
-    (
-        r"Model diverged",
-        lambda place: "lower lr_schedule.base_lr, or look for values in the data that are not finite (check-data)",
-    ),
-    (
-        r"ResourceExhausted|[Oo]ut of memory|OUT_OF_MEMORY|MemoryError|Unable to allocate|bad_alloc",
-        lambda place: "take a smaller data.global_batch_size, or more train.accumulate_steps, to need less memory",
-    ),
-)
-_USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
-"""What registry.raised_at adds to an error of the user's code."""
+def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> str:
+    end = None if outcome.rank is None else stories[outcome.rank].end
+    if outcome.state != "failed" or not summary or (end and end.get("step") is not None):
+        return ""
+    return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"
 
 
-def next_step(error: str, exit_code: int, place: Place) -> str:
+def _ended_by_another(story: RankStory) -> bool:
+    """Return whether this rank ended because of another. A launcher may have ended it before it logged its own end."""
+    return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
+
+
+def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: Checkpoint | None) -> str:
+    logs = run_dir / FOLDER
+    if outcome.state == "finished":
+        return "nothing to do"
+    if outcome.state == "running":
+        return f"wait; its progress is in {logs}"
+    story = None if outcome.rank is None else stories.get(outcome.rank)
+    host = story.host if story else "its host"
+    log = log_file(logs, story.rank) if story else logs
+    end = story.end if story is not None and story.end is not None else {}
+    first = {
+        "failed": f"{_remedy(str(end.get('error')), end.get('exit_code', 1), run_dir, log)}; then ",
+        "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
+        "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
+    }.get(outcome.state, "")
+    stop_file = run_dir / STOP_FILE
+    if stop_file.exists():
+        first += f"remove {stop_file}, which would stop the run again; then "
+    does = "resume with" if checkpoint else "start again with"
+    return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
+
+
+def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     """Return what to do about the error that ended a rank, as an imperative without a full stop."""
     for pattern, advice in _BY_TEXT:
         if re.search(pattern, error):
-            return advice(place)
+            return advice.format(run_dir=run_dir)
     if exit_code == RanksDisagree.exit_code:
-        return f"find what changes that variable on some ranks only; {place.log} has the traceback"
+        return f"find what changes that variable on some ranks only; {log} has the traceback"
     if exit_code == UserError.exit_code:
         return "fix that"
     if line := _USERS_LINE.search(error):
-        return f"fix {line[1]}; the traceback is in {place.log}"
-    return f"read the traceback in {place.log}"
+        return f"fix {line[1]}; the traceback is in {log}"
+    return f"read the traceback in {log}"
+
+
+def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
+    """Return the command that starts the run again as it was started."""
+    command = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
+    if not resumes_by_itself(run_dir):
+        command.append("checkpoint.resume=auto")
+    return shlex.join([*_launch(stories), *command, "--output-dir", str(run_dir)])
+
+
+def resumes_by_itself(run_dir: Path) -> bool:
+    """Return whether the run, started again with its own config, resumes from its newest checkpoint."""
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return bool(config["checkpoint"]["resume"] != "never")
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return True
+
+
+def _launch(stories: Sequence[RankStory]) -> list[str]:
+    launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
+    per_host = Counter(story.host for story in stories)
+    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
+    return {
+        "none": [],
+        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
+        "srun": ["srun", "--mpi=none", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
+    }.get(launcher, [launcher, "-n", size])

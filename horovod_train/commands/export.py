@@ -11,18 +11,26 @@ import contextlib
 import os
 from pathlib import Path
 
-from horovod_train.commands import cli
-from horovod_train.commands.cli import check_out
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.inference.artifacts import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
-from horovod_train.output.removal import draft_of, remove, replace
+from horovod_train.output.removal import Artifact, draft_of, remove, replace, zip_members
+
+KERAS_FILE = Artifact(
+    "a Keras file", r".+\.keras", content_matches=lambda path: {"config.json", "metadata.json"} <= zip_members(path)
+)
+_KERAS_DRAFT = Artifact("an unfinished Keras file", r"\..+\.[0-9a-f]{8}\.partial\.keras")
+_SAVED = ("saved_model.pb", "fingerprint.pb", "variables", r"variables/variables\.[^/]+", "assets", "assets/[^/]+")
+SAVED_MODEL = Artifact("a SavedModel", ".+", "folder", _SAVED, lambda path: (path / "saved_model.pb").is_file())
+_SAVED_MODEL_DRAFT = Artifact(
+    "an unfinished SavedModel", r"\..+\.[0-9a-f]{8}\.partial", "folder", (*_SAVED, "variables/.+")
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("--out", required=True, metavar="FILE.keras|DIR", help="a Keras file, or a SavedModel's folder")
     parser.add_argument("--force", action="store_true", help="replace it if it exists")
 
@@ -30,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if launcher.detect().size > 1:
         raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
-    config, checkpoint = cli.choose(arguments)
+    config, checkpoint = choose_run(arguments)
     out = Path(os.path.abspath(arguments.out))
-    artifact, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
+    artifact, unfinished = (KERAS_FILE, _KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, _SAVED_MODEL_DRAFT)
     check_out("--out", str(out), artifact)
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")

@@ -10,12 +10,11 @@ import argparse
 import dataclasses
 import os
 
-from horovod_train.commands import cli
-from horovod_train.commands.cli import check_out
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.inference.artifacts import PREDICTIONS
+from horovod_train.inference.predictions import PREDICTIONS
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
 
@@ -23,7 +22,7 @@ SUFFIXES = (".npz", ".csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument(
         "--data",
         nargs="+",
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, checkpoint = cli.choose(arguments)
+    config, checkpoint = choose_run(arguments)
     paths = tuple(arguments.data or config.data.eval)
     if not paths:
         raise UserError("predict: of which records? Give --data PATH, or data.eval.")

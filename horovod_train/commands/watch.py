@@ -3,11 +3,8 @@
 python -m horovod_train.main watch runs/digits_convnet
 
 In a terminal one screen that is drawn again, elsewhere a line for each thing that is new. Ends with the run. Exit code
-0 if the run has finished or still trains, 1 if it has ended otherwise, 2 for a folder that is no run directory.
-
-For `watch`: a look at a run as a screen, and what is new in it as lines.
-
-For `watch`: reads what a run's files have gained since the last look. Needs no TensorFlow, changes nothing.
+0 if the run has finished or still trains, 1 if it has ended otherwise, 2 for a folder that is no run directory. Reads
+what the files have gained since the last look; needs no TensorFlow, and changes nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +43,22 @@ from horovod_train.output.rank_log import (
     read_line,
     read_phase,
 )
+
+GONE_AFTER_S = 10.0
+"""A run without a lease, whose logs do not say how it ended, is over if they are this old. A run that fails gives its
+lease up before its ranks write how they ended.
+"""
+_LAST_STEP = re.compile(r"ends at step (\d+)$")
+_LOG = re.compile(r"rank-(\d+)\.log")
+_BARS = "▁▂▃▄▅▆▇█"
+_CELLS = 24
+"""Width of a curve, in characters."""
+_HIDDEN = ("_share", "own_s_per_step_", "slowest_rank", "s_per_step", "examples_per_s_per_rank")
+"""Parts of names of values that the verdict sums up, or that say what another one says."""
+_FIRST_ROWS = 10
+"""How many lines of metrics a first look tells of."""
+_MOST_GROUPS = 12
+"""Lines about ranks: those in trouble come first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,164 +106,6 @@ def _append(follower: Follower, screen: Console, every_s: float) -> None:
             return
         before = now
         time.sleep(every_s)
-
-
-_BARS = "▁▂▃▄▅▆▇█"
-_CELLS = 24
-"""Width of a curve, in characters."""
-_HIDDEN = ("_share", "own_s_per_step_", "slowest_rank", "s_per_step", "examples_per_s_per_rank")
-"""Parts of names of values that the verdict sums up, or that say what another one says."""
-_FIRST_ROWS = 10
-"""How many lines of metrics a first look tells of."""
-_MOST_GROUPS = 12
-"""Lines about ranks: those in trouble come first."""
-
-
-def draw(look: Look) -> RenderableType:
-    """Return what a terminal shows."""
-    parts: list[RenderableType] = [Text(_title(look), style="bold"), *_progress(look)]
-    if look.rows:
-        parts.append(_metrics(look))
-    if look.verdicts:
-        parts.append(Text(look.verdicts[max(look.verdicts)]))
-    parts += [Text(line, style="red" if is_trouble else "") for line, is_trouble in _about_ranks(look)]
-    return Group(*parts)
-
-
-def _metrics(look: Look) -> Table:
-    """Return the last values of each split, and the whole course of each."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for split in dict.fromkeys(row.split for row in look.rows):
-        rows = [row for row in look.rows if row.split == split]
-        for name, value in _visible_values(rows[-1]).items():
-            course = [row.values.get(name) for row in rows]
-            cells = (split, name, _value(value), sparkline([each for each in course if each is not None]))
-            table.add_row(*map(plain, cells))
-    return table
-
-
-def news(before: Look | None, now: Look) -> Iterator[str]:
-    """Yield a line for each thing that has happened between two looks; before: None at the first."""
-    if before is None or (0 in before.ranks, before.is_over) != (0 in now.ranks, now.is_over):
-        yield _title(now)
-    yield from (_line(row, now) for row in _new_rows(before, now))
-    for rank, state in now.ranks.items():
-        old = before.ranks.get(rank) if before else None
-        if state.trouble and (old is None or old.trouble != state.trouble):
-            yield f"rank {rank} ({state.about.host}): {_first_line(state.trouble)}"
-        if state.ended and (old is None or not old.ended):
-            yield f"rank {rank} ({state.about.host}): {state.ended}"
-    if now.silent_s and not (before and before.silent_s):
-        yield f"no sign of life for {now.silent_s:.0f} s"
-
-
-def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:
-    if before is None:
-        return now.rows[-_FIRST_ROWS:]
-    known = len(before.rows)
-    if before.rows == now.rows[:known]:
-        return now.rows[known:]
-    # A resume has removed rows.
-    return [row for row in now.rows if row not in before.rows]
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Return the whole course of values as one line of bars, from the smallest to the largest."""
-    if len(values) < 2:
-        return ""
-    cells = min(_CELLS, len(values))
-    means = [fmean(values[n * len(values) // cells : (n + 1) * len(values) // cells]) for n in range(cells)]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def _title(look: Look) -> str:
-    root = look.ranks.get(0)
-    if root is None:
-        return f"{look.run_dir}: no rank has written its log yet"
-    hosts = len({rank.about.host for rank in look.ranks.values()})
-    where = f"{root.about.size} rank(s) on {hosts} host(s), launcher {root.about.launcher}"
-    if look.is_over:
-        return f"{look.run_dir}: over; {where}"
-    return f"{look.run_dir}: {where}, for {_clock((_now() - root.began).total_seconds())}"
-
-
-def _progress(look: Look) -> Iterator[RenderableType]:
-    of = "" if look.last_step is None else f" of {look.last_step}"
-    epoch = f", epoch {look.rows[-1].epoch}" if look.rows else ""
-    left = look.seconds_left
-    remaining = f", {_clock(left)} left" if left is not None and not look.is_over else ""
-    text = f"step {look.step}{of}{epoch}{remaining}"
-    if look.last_step:
-        row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), plain(text))
-        yield row
-    else:
-        yield Text(text)
-    if look.silent_s:
-        seconds = "" if look.silent_s == float("inf") else f" for {look.silent_s:.0f} s"
-        yield Text(f"no sign of life{seconds}", style="red")
-
-
-def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
-    """Yield lines about ranks, those that do the same in one, and whether it is trouble."""
-    groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
-    for rank, now in look.ranks.items():
-        trouble = "" if now.ended or now.trouble is None else _first_line(now.trouble)
-        groups[_does(now), trouble, bool(trouble)].append(rank)
-    in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][2])
-    for (does, trouble, is_trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
-        hosts = _hosts(look.ranks, ranks)
-        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
-    if len(groups) > _MOST_GROUPS:
-        yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
-
-
-def _does(now: RankNow) -> str:
-    if now.ended:
-        return now.ended
-    return now.doing if now.step is None else f"{now.doing}, step {now.step} or later"
-
-
-def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
-    hosts = list(dict.fromkeys(all_ranks[rank].about.host for rank in ranks))
-    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
-
-
-def _line(row: Row, look: Look) -> str:
-    values = "  ".join(f"{name} {_value(value)}" for name, value in _visible_values(row).items())
-    verdict = look.verdicts.get(row.step, "") if row.split == "train" else ""
-    of = "" if look.last_step is None else f" of {look.last_step}"
-    return f"{row.split:<5} step {row.step}{of}  epoch {row.epoch}  {values}" + (f"  {verdict}" if verdict else "")
-
-
-def _visible_values(row: Row) -> dict[str, float | None]:
-    return {name: value for name, value in row.values.items() if not any(part in name for part in _HIDDEN)}
-
-
-def _value(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=max(0, round(seconds))))
-
-
-def _now() -> datetime:
-    return datetime.now().astimezone()
-
-
-_LAST_STEP = re.compile(r"ends at step (\d+)$")
-_LOG = re.compile(r"rank-(\d+)\.log")
-GONE_AFTER_S = 10.0
-"""A run without a lease, whose logs do not say how it ended, is over if they are this old. A run that fails gives its
-lease up before its ranks write how they ended.
-"""
 
 
 @dataclass(frozen=True)
@@ -343,8 +198,8 @@ class Follower:
 
     def look(self) -> Look:
         silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
-        for path in self._logs():
-            self._read_log(path)
+        for rank, path in self._logs().items():
+            self._read_log(rank, path)
         self._read_rows()
         size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
         ranks = {rank: now for rank, now in sorted(self._ranks.items()) if rank < size}
@@ -360,19 +215,16 @@ class Follower:
         )
         return self.last
 
-    def _logs(self) -> list[Path]:
-        return sorted((self.run_dir / FOLDER).glob("rank-*.log"))
+    def _logs(self) -> dict[int, Path]:
+        """Return the logs by rank."""
+        paths = (self.run_dir / FOLDER).glob("rank-*.log")
+        return {int(name[1]): path for path in paths if (name := _LOG.fullmatch(path.name))}
 
     def _new(self, path: Path) -> tuple[bool, list[str]]:
         return self._tails.setdefault(path.name, _Tail(path)).new_lines()
 
-    def _read_log(self, path: Path) -> None:
-        file_name = _LOG.fullmatch(path.name)
-        if file_name is None:
-            return
-        _, lines = self._new(path)
-        rank = int(file_name[1])
-        for line in lines:
+    def _read_log(self, rank: int, path: Path) -> None:
+        for line in self._new(path)[1]:
             entry = read_line(line)
             if entry is None:
                 continue
@@ -401,7 +253,7 @@ class Follower:
         try:
             _, refreshed, runs_here = read_lease(self.run_dir)
         except OSError:
-            last_written = max((path.stat().st_mtime for path in self._logs()), default=0.0)
+            last_written = max((path.stat().st_mtime for path in self._logs().values()), default=0.0)
             return float("inf") if time.time() - last_written > GONE_AFTER_S else None
         if runs_here is not None:
             return None if runs_here else float("inf")
@@ -419,3 +271,138 @@ def _after(now: RankNow, entry: Entry) -> RankNow:
     if entry.kind in TROUBLE:
         return replace(now, trouble=entry.text)
     return replace(now, ended=entry.text) if entry.kind == "end" else now
+
+
+def draw(look: Look) -> RenderableType:
+    """Return what a terminal shows."""
+    parts: list[RenderableType] = [Text(_title(look), style="bold"), *_progress(look)]
+    if look.rows:
+        parts.append(_metrics(look))
+    if look.verdicts:
+        parts.append(Text(look.verdicts[max(look.verdicts)]))
+    parts += [Text(line, style="red" if is_trouble else "") for line, is_trouble in _about_ranks(look)]
+    return Group(*parts)
+
+
+def _title(look: Look) -> str:
+    root = look.ranks.get(0)
+    if root is None:
+        return f"{look.run_dir}: no rank has written its log yet"
+    hosts = len({rank.about.host for rank in look.ranks.values()})
+    where = f"{root.about.size} rank(s) on {hosts} host(s), launcher {root.about.launcher}"
+    if look.is_over:
+        return f"{look.run_dir}: over; {where}"
+    return f"{look.run_dir}: {where}, for {_clock((datetime.now().astimezone() - root.began).total_seconds())}"
+
+
+def _progress(look: Look) -> Iterator[RenderableType]:
+    of = "" if look.last_step is None else f" of {look.last_step}"
+    epoch = f", epoch {look.rows[-1].epoch}" if look.rows else ""
+    left = look.seconds_left
+    remaining = f", {_clock(left)} left" if left is not None and not look.is_over else ""
+    text = f"step {look.step}{of}{epoch}{remaining}"
+    if look.last_step:
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), plain(text))
+        yield row
+    else:
+        yield Text(text)
+    if look.silent_s:
+        seconds = "" if look.silent_s == float("inf") else f" for {look.silent_s:.0f} s"
+        yield Text(f"no sign of life{seconds}", style="red")
+
+
+def _metrics(look: Look) -> Table:
+    """Return the last values of each split, and the whole course of each."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for split in dict.fromkeys(row.split for row in look.rows):
+        rows = [row for row in look.rows if row.split == split]
+        for name, value in _visible_values(rows[-1]).items():
+            course = [row.values.get(name) for row in rows]
+            cells = (split, name, _value(value), sparkline([each for each in course if each is not None]))
+            table.add_row(*map(plain, cells))
+    return table
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return the whole course of values as one line of bars, from the smallest to the largest."""
+    if len(values) < 2:
+        return ""
+    cells = min(_CELLS, len(values))
+    means = [fmean(values[n * len(values) // cells : (n + 1) * len(values) // cells]) for n in range(cells)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
+    """Yield lines about ranks, those that do the same in one, and whether it is trouble."""
+    groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+    for rank, now in look.ranks.items():
+        trouble = "" if now.ended or now.trouble is None else _first_line(now.trouble)
+        groups[_does(now), trouble, bool(trouble)].append(rank)
+    in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][2])
+    for (does, trouble, is_trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
+        hosts = _hosts(look.ranks, ranks)
+        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
+    if len(groups) > _MOST_GROUPS:
+        yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
+
+
+def _does(now: RankNow) -> str:
+    if now.ended:
+        return now.ended
+    return now.doing if now.step is None else f"{now.doing}, step {now.step} or later"
+
+
+def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(all_ranks[rank].about.host for rank in ranks))
+    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
+
+
+def news(before: Look | None, now: Look) -> Iterator[str]:
+    """Yield a line for each thing that has happened between two looks; before: None at the first."""
+    if before is None or (0 in before.ranks, before.is_over) != (0 in now.ranks, now.is_over):
+        yield _title(now)
+    yield from (_line(row, now) for row in _new_rows(before, now))
+    for rank, state in now.ranks.items():
+        old = before.ranks.get(rank) if before else None
+        if state.trouble and (old is None or old.trouble != state.trouble):
+            yield f"rank {rank} ({state.about.host}): {_first_line(state.trouble)}"
+        if state.ended and (old is None or not old.ended):
+            yield f"rank {rank} ({state.about.host}): {state.ended}"
+    if now.silent_s and not (before and before.silent_s):
+        yield f"no sign of life for {now.silent_s:.0f} s"
+
+
+def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:
+    if before is None:
+        return now.rows[-_FIRST_ROWS:]
+    known = len(before.rows)
+    if before.rows == now.rows[:known]:
+        return now.rows[known:]
+    # A resume has removed rows.
+    return [row for row in now.rows if row not in before.rows]
+
+
+def _line(row: Row, look: Look) -> str:
+    values = "  ".join(f"{name} {_value(value)}" for name, value in _visible_values(row).items())
+    verdict = look.verdicts.get(row.step, "") if row.split == "train" else ""
+    of = "" if look.last_step is None else f" of {look.last_step}"
+    return f"{row.split:<5} step {row.step}{of}  epoch {row.epoch}  {values}" + (f"  {verdict}" if verdict else "")
+
+
+def _visible_values(row: Row) -> dict[str, float | None]:
+    return {name: value for name, value in row.values.items() if not any(part in name for part in _HIDDEN)}
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=max(0, round(seconds))))

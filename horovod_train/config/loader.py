@@ -1,12 +1,7 @@
 """Reads a Config from YAML files and `section.key=value` overrides, and writes YAML. Keeps the origin of each value.
 
+Values are restricted to those that JSON can hold; numbers and durations may be written as people and schedulers do.
 Does not know what the settings mean; see settings.
-
-Parses YAML documents into nodes with line numbers, restricted to values that JSON can hold.
-
-Does not know what they mean; see loader.
-
-Numbers and durations as people write them in YAML and for schedulers.
 """
 
 from __future__ import annotations
@@ -36,12 +31,23 @@ from horovod_train.config.settings import Config, Seconds, Spec
 from horovod_train.errors import UserError, one_line
 
 T = TypeVar("T")
-
-BUILT_IN = Path(__file__).parents[1] / "configs"
-"""Configs that come with the package: the folder `configs` of a checkout."""
-
 Origins = dict[str, str]
 """Origin of each value: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
+BUILT_IN = Path(__file__).parents[1] / "configs"
+"""Configs that come with the package: the folder `configs` of a checkout."""
+CLOCK = r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})"
+"""Pattern of a scheduler's [D-]HH:MM:SS."""
+_LARGEST_INT = 2**53
+"""Beyond this, some JSON readers return a different number."""
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+_NOT_PLAIN = {"timestamp": "a date", "binary": "binary data"}
+_IN_WORDS = {int: "an int", bool: "true or false", str: "a string"}
+_MOST_CHARACTERS = 1_000_000
+_MOST_VALUES = 1_000_000
+"""With each alias counted as what it stands for."""
+_MOST_LEVELS = 100
+_TOO_DEEP = f"expected values within values at most {_MOST_LEVELS} deep; received deeper ones"
+_hints = functools.cache(typing.get_type_hints)
 
 
 def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
@@ -130,18 +136,14 @@ class _Located(dict[str, tuple[Any, str]]):
 
 
 def _read_yaml(name: str) -> _Located:
+    built_in = BUILT_IN / f"{name}.yaml"
+    is_built_in = re.fullmatch(r"\w+", name) and built_in.is_file() and not Path(name).is_file()
     try:
-        text = _find_file(name).read_text(encoding="utf-8")
+        text = (built_in if is_built_in else Path(name)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"--config {name}: cannot be read: {reason}.") from error
     return _located(compose(text, name), name)
-
-
-def _find_file(name: str) -> Path:
-    built_in = BUILT_IN / f"{name}.yaml"
-    is_built_in = re.fullmatch(r"\w+", name) and built_in.is_file() and not Path(name).is_file()
-    return built_in if is_built_in else Path(name)
 
 
 def _located(node: yaml.Node | None, name: str) -> _Located:
@@ -202,15 +204,6 @@ def _forget(origins: Origins, path: str, old: Any) -> None:
     for key, inner in old.items() if isinstance(old, dict) else ():
         origins.pop(f"{path}.{key}", None)
         _forget(origins, f"{path}.{key}", inner)
-
-
-_LARGEST_INT = 2**53
-"""Beyond this, some JSON readers return a different number."""
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _origin(path: str, origins: Origins) -> str | None:
@@ -305,7 +298,7 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    return _fail(path, origins, f"expected {_article(hint.__name__)}; received {value!r}.")
+    return _fail(path, origins, f"expected {_IN_WORDS.get(hint, hint.__name__)}; received {value!r}.")
 
 
 def _member(value: Any, members: Sequence[Any]) -> Any:
@@ -314,20 +307,6 @@ def _member(value: Any, members: Sequence[Any]) -> Any:
         return type(value)
     sections = [member for member in members if dataclasses.is_dataclass(member) and isinstance(value, dict)]
     return next(member for member in [*sections, *members] if member is not type(None))
-
-
-def _article(name: str) -> str:
-    return {"int": "an int", "bool": "true or false", "str": "a string", "float": "a number"}.get(name, name)
-
-
-_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
-_NOT_PLAIN = {"timestamp": "a date", "binary": "binary data"}
-
-_MOST_CHARACTERS = 1_000_000
-_MOST_VALUES = 1_000_000
-"""With each alias counted as what it stands for."""
-_MOST_LEVELS = 100
-_TOO_DEEP = f"expected values within values at most {_MOST_LEVELS} deep; received deeper ones"
 
 
 def compose(text: str, name: str) -> yaml.Node | None:
@@ -405,10 +384,6 @@ def plain_value(node: yaml.Node) -> Any:
         raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {problem}.") from error
     finally:
         loader.dispose()
-
-
-CLOCK = r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})"
-"""Pattern of a scheduler's [D-]HH:MM:SS."""
 
 
 def parse_clock(text: str) -> float | None:

@@ -13,7 +13,7 @@ import yaml
 
 from horovod_train.config.loader import CLOCK
 from horovod_train.config.rules import NEEDS
-from horovod_train.config.settings import Config, Seconds, Spec
+from horovod_train.config.settings import Config, Seconds, Spec, default_of
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
@@ -107,9 +107,7 @@ def _is_section(hint: Any) -> bool:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
+    value = default_of(field)
     if isinstance(value, Spec):
         value = value.name
     if isinstance(value, tuple):
@@ -130,12 +128,12 @@ def _type_name(hint: Any) -> str:
     if hint is Seconds:
         return "seconds or `[D-]HH:MM:SS`"
     if dataclasses.is_dataclass(hint):
-        return "name + options" if issubclass(typing.cast(type, hint), Spec) else "mapping of " + _keys(hint)
+        return (
+            "name + options"
+            if issubclass(typing.cast(type, hint), Spec)
+            else "mapping of " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(hint))
+        )
     return _SCALARS[hint]
-
-
-def _keys(hint: Any) -> str:
-    return ", ".join(f"`{field.name}`" for field in dataclasses.fields(hint))
 
 
 def _object(cls: Any) -> dict[str, Any]:

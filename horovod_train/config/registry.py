@@ -1,8 +1,6 @@
 """Finds an object by the name in a config and calls it with its options. Contains no list of names.
 
-A wrong name or option is the user's mistake: one line with the nearest names, or with the signature.
-
-Finds names by the patterns of a config: regular expressions that may match anywhere in a name (re.search).
+A wrong name, option or pattern is the user's mistake: one line with the nearest names, or with the signature.
 """
 
 from __future__ import annotations
@@ -44,7 +42,8 @@ def load_function(name: str, where: str) -> Any:
             f"{where}: {module_name} cannot be imported: {type(error).__name__}: {text}{raised_at(error)}."
         ) from error
     if not hasattr(module, attribute):
-        raise UserError(f"{where}: {module_name} has no {attribute!r}; {suggest(attribute, public_names(module))}")
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise UserError(f"{where}: {module_name} has no {attribute!r}; {suggest(attribute, public)}")
     return getattr(module, attribute)
 
 
@@ -79,10 +78,6 @@ def loaded_files(config: Any) -> dict[str, Path]:
 def is_users(name: str) -> bool:
     """Return whether a name in a config is that of a user's `package.module:function`."""
     return bool(_USERS_FUNCTION.fullmatch(name))
-
-
-def public_names(module: ModuleType) -> list[str]:
-    return [name for name in vars(module) if not name.startswith("_")]
 
 
 def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> Callable[..., Any]:
@@ -197,9 +192,9 @@ def suggest(name: str, known: list[str]) -> str:
 
 
 def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
-    """Return the names that a pattern matches. Raises UserError for no regular expression, or if it matches nothing.
+    """Return the names in which a pattern matches anywhere (re.search).
 
-    where: the key of the config, for the error.
+    where: the key of the config, for the UserError if it is no regular expression or matches nothing.
     """
     names = list(names)
     try:

@@ -1,14 +1,6 @@
-"""Rules between settings that are each valid alone, and their values on a number of ranks.
+"""Rules between settings that are each valid alone, and their values on a number of ranks. Looks only at the config.
 
-Looks only at the config.
-
-Weights of records by class, as a loss in a config gives them: what they are, and what is wrong with them.
-
-Does not apply them; see training.losses. Imports the standard library only.
-
-Rules of the settings for fine-tuning that the types do not say. Looks only at the config.
-
-What goes with data.dataset, a stream of the user's. Settings about stored records do not.
+Says also what is wrong with weights of classes, which losses apply.
 """
 
 from __future__ import annotations
@@ -22,12 +14,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_train.config.paths import remote_path_problems
-from horovod_train.config.settings import Config, DataConfig, Spec
+from horovod_train.config.settings import Config, DataConfig, Spec, default_of
 from horovod_train.errors import UserError
 
 _EVALUATED = "data.eval or data.dataset"
+
 _EVALUATIONS = (_EVALUATED, "eval.every_epochs or eval.every_steps")
+
 _STOPS_EARLY = ("early_stopping.patience or early_stopping.target",)
+
 _GRADIENTS_ARE_EXCHANGED = ("train.synchronization: not local",)
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -68,6 +63,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
 are always used, or refused where their part is built. tests/unit/config/test_settings_are_used.py checks that.
 """
 
+_GO_WITH = {"dataset", "steps_per_epoch", "global_batch_size", "batch_size_per_rank", "prefetch_batches"}
+
+PER_OUTPUT = "per_output"
+"""The loss that is a sum of one for each output; its options map outputs to losses."""
+
 
 def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is wrong between values that are each valid alone: (key, problem). Looks only at the config."""
@@ -76,7 +76,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.batch_size_per_rank", "give either this or data.global_batch_size, not both."
     if not (data.global_batch_size or data.batch_size_per_rank):
         yield "data.global_batch_size", "is required (or data.batch_size_per_rank)."
-    yield from stream_problems(data)
+    yield from _stream_problems(data)
     yield from _without_files(data)
     yield from _wrong_fold(data)
     yield from _wrong_buckets(config)
@@ -84,11 +84,61 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from _wrong_exchange(config)
     yield from _wrong_objective(config)
     yield from _wrong_logs(config)
-    yield from fine_tuning_problems(config)
+    yield from _wrong_fine_tuning(config)
     yield from remote_path_problems(config)
     yield from _without_effect(config, config)
     if not (data.train or data.dataset):
         yield "data.train", "is required: a folder, file or glob of records; see docs/data.md."
+
+
+def _stream_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of a stream, and those that have no effect with one: (key, problem)."""
+    if data.dataset is None:
+        return
+    if ":" not in data.dataset.name:
+        yield "data.dataset", f"expected package.module:function; received {data.dataset.name!r}."
+    for field in dataclasses.fields(data):
+        if field.name not in _GO_WITH and getattr(data, field.name) != default_of(field):
+            problem = "has no effect beside data.dataset, whose function gives the records. Leave it out."
+            yield f"data.{field.name}", problem
+
+
+def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield settings that are about files, next to a source that may have none."""
+    if data.source is None:
+        return
+    if ":" not in data.source.name:
+        problem = (
+            f"expected package.module:Class; received {data.source.name!r}. Files of a known kind need none: "
+            "data.train alone names them."
+        )
+        yield "data.source", problem
+    for key in ("parse", "index_dir", "stage_dir"):
+        if getattr(data, key):
+            yield f"data.{key}", "is for files, and has no effect beside data.source. Leave it out."
+
+
+def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
+    if data.fold is None:
+        return
+    parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)
+    if not parts or not (1 <= int(parts[1]) <= int(parts[2]) and int(parts[2]) >= 2):
+        yield "data.fold", f"expected k/K with k from 1 to K, and K at least 2, like 1/5; received {data.fold}."
+    if data.eval and data.paths("eval") != data.paths("train"):
+        problem = "parts the records of data.train, so data.eval must name the same, or be left out"
+        yield "data.fold", f"{problem}; received {', '.join(data.eval)}."
+
+
+def _wrong_buckets(config: Config) -> Iterator[tuple[str, str]]:
+    key, data = "data.bucket_by_length", config.data
+    if not data.bucket_by_length:
+        return
+    if data.parse:
+        yield key, "needs features, whose max_length says which are lists; data.parse replaces them."
+    if data.preprocess:
+        yield key, "does not go with data.preprocess, which may change the length of a list."
+    if config.jit_compile:
+        yield key, "does not go with jit_compile: XLA would compile a step for each length."
 
 
 def _wrong_training(config: Config) -> Iterator[tuple[str, str]]:
@@ -109,10 +159,8 @@ def _wrong_training(config: Config) -> Iterator[tuple[str, str]]:
     if train.synchronization != "every_step" and config.precision == "mixed_float16":
         yield "precision", f"mixed_float16 needs train.synchronization: every_step; received {train.synchronization}."
     if train.synchronization == "local" and train.non_finite == "skip":
-        yield (
-            "train.non_finite",
-            "skip cannot be combined with synchronization: local, where each rank would skip its own.",
-        )
+        problem = "skip cannot be combined with synchronization: local, where each rank would skip its own."
+        yield "train.non_finite", problem
 
 
 def _wrong_exchange(config: Config) -> Iterator[tuple[str, str]]:
@@ -146,15 +194,6 @@ def _wrong_objective(config: Config) -> Iterator[tuple[str, str]]:
         yield "weighted_metrics", "needs data.weight or a class_weight of the loss; without one, write metrics."
 
 
-def _wrong_logs(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong about what is logged."""
-    if any(step < 2 for step in config.log.profile_at_steps):
-        yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
-    names = [tracker.name for tracker in config.log.trackers]
-    if twice := [name for name in names if names.count(name) > 1]:
-        yield "log.trackers", f"expected each tracker once; received {twice[0]} {len(twice)} times."
-
-
 def _averages_twice(config: Config) -> Iterator[tuple[str, str]]:
     """Yield settings of Keras' averages that have no effect, or keep averages that train.ema_decay keeps too."""
     options = config.optimizer.options
@@ -168,49 +207,40 @@ def _averages_twice(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings that are about files, next to a source that may have none."""
-    if data.source is None:
-        return
-    if ":" not in data.source.name:
-        yield (
-            "data.source",
-            (
-                f"expected package.module:Class; received {data.source.name!r}. Files of a known kind need none: "
-                "data.train alone names them."
-            ),
-        )
-    for key in ("parse", "index_dir", "stage_dir"):
-        if getattr(data, key):
-            yield f"data.{key}", "is for files, and has no effect beside data.source. Leave it out."
+def _wrong_logs(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong about what is logged."""
+    if any(step < 2 for step in config.log.profile_at_steps):
+        yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
+    names = [tracker.name for tracker in config.log.trackers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        yield "log.trackers", f"expected each tracker once; received {twice[0]} {len(twice)} times."
 
 
-def _wrong_buckets(config: Config) -> Iterator[tuple[str, str]]:
-    key, data = "data.bucket_by_length", config.data
-    if not data.bucket_by_length:
-        return
-    if data.parse:
-        yield key, "needs features, whose max_length says which are lists; data.parse replaces them."
-    if data.preprocess:
-        yield key, "does not go with data.preprocess, which may change the length of a list."
-    if config.jit_compile:
-        yield key, "does not go with jit_compile: XLA would compile a step for each length."
+def _wrong_fine_tuning(config: Config) -> Iterator[tuple[str, str]]:
+    model, epochs = config.model, config.train.epochs
+    if model.init_from and config.checkpoint.resume not in ("auto", "never"):
+        yield "model.init_from", "has no effect with checkpoint.resume: PATH, which gives the model all its weights."
+    for epoch, entry in model.unfreeze.items():
+        if not (epoch.isascii() and epoch.isdigit() and int(epoch) > 0):
+            yield "model.unfreeze", f"expected complete epochs, 1 or more; received {epoch!r}."
+        elif epochs is not None and int(epoch) >= epochs:
+            yield f"model.unfreeze.{epoch}", f"has no effect: the run ends after train.epochs, {epochs}."
+        patterns = entry if isinstance(entry, list | tuple) else (entry,)
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            yield f"model.unfreeze.{epoch}", f"expected patterns of weights; received {entry!r}."
+    for pattern, rank in model.lora.items():
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            yield f"model.lora.{pattern}", f"expected a rank of 1 or more; received {rank!r}."
+    if model.lora and config.device.cut_before:
+        yield "model.lora", "does not go with device.cut_before, which makes layers again from their configs."
+    for pattern, factor in config.optimizer.lr_multipliers.items():
+        if not _is_finite(factor) or factor <= 0:
+            problem = f"expected a factor above 0; received {factor!r}. Weights that are not to change: model.freeze."
+            yield f"optimizer.lr_multipliers.{pattern}", problem
 
 
-def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
-    if data.fold is None:
-        return
-    parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)
-    if not parts or not (1 <= int(parts[1]) <= int(parts[2]) and int(parts[2]) >= 2):
-        yield "data.fold", f"expected k/K with k from 1 to K, and K at least 2, like 1/5; received {data.fold}."
-    if data.eval and data.paths("eval") != data.paths("train"):
-        yield (
-            "data.fold",
-            (
-                "parts the records of data.train, so data.eval must name the same, or be left out; "
-                f"received {', '.join(data.eval)}."
-            ),
-        )
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -219,15 +249,13 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from _without_effect(config, value, f"{key}.")
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = default_of(field)
         if value == default or not _requests_anything(value):
             continue
         for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
             values = "; ".join(f"{name} is {_as_yaml(lookup(config, name))}" for name in keys_of(need))
-            yield (
-                key,
-                (f"has no effect unless {need}; {values}. Leave it out, or give its default: {_as_yaml(default)}."),
-            )
+            default_text = _as_yaml(default)
+            yield key, f"has no effect unless {need}; {values}. Leave it out, or give its default: {default_text}."
 
 
 def keys_of(need: str) -> list[str]:
@@ -256,7 +284,6 @@ def _is_true(term: str, config: Config) -> bool:
 
 
 def _requests_anything(value: Any) -> bool:
-    """Return whether a value requests anything."""
     return not (value is None or value is False or value in ((), {}))
 
 
@@ -288,16 +315,12 @@ def resolve(config: Config, size: int, batch_before: int | None = None) -> Confi
     return dataclasses.replace(config, data=data)
 
 
-PER_OUTPUT = "per_output"
-"""The loss that is a sum of one for each output; its options map outputs to losses."""
-
-
 def class_weight_problem(weights: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a mapping class → weight; None if nothing is. Keys are strings, as YAML gives them."""
     for name, weight in weights.items():
         if not str(name).isascii() or not str(name).isdigit():
             return f"expected classes, which are integers from 0 on; received {name!r}."
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        if not _is_finite(weight) or weight < 0:
             return f"expected a weight of 0 or more for class {name}; received {weight!r}."
     classes = [int(name) for name in weights]
     twice = next((name for name in classes if classes.count(name) > 1), None)
@@ -309,59 +332,3 @@ def weights_of_outputs(loss: Spec) -> dict[str, Mapping[str, Any]]:
     terms = loss.options.items() if loss.name == PER_OUTPUT else ()
     by_output = {output: term.get("class_weight") for output, term in terms if isinstance(term, Mapping)}
     return {output: weights for output, weights in by_output.items() if isinstance(weights, Mapping) and weights}
-
-
-def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong: (key, problem)."""
-    model, epochs = config.model, config.train.epochs
-    if model.init_from and config.checkpoint.resume not in ("auto", "never"):
-        yield "model.init_from", "has no effect with checkpoint.resume: PATH, which gives the model all its weights."
-    for epoch, entry in model.unfreeze.items():
-        if not _is_count(epoch):
-            yield "model.unfreeze", f"expected complete epochs, 1 or more; received {epoch!r}."
-        elif epochs is not None and int(epoch) >= epochs:
-            yield f"model.unfreeze.{epoch}", f"has no effect: the run ends after train.epochs, {epochs}."
-        if not patterns_in(entry) or not all(isinstance(pattern, str) for pattern in patterns_in(entry)):
-            yield f"model.unfreeze.{epoch}", f"expected patterns of weights; received {entry!r}."
-    for pattern, rank in model.lora.items():
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            yield f"model.lora.{pattern}", f"expected a rank of 1 or more; received {rank!r}."
-    if model.lora and config.device.cut_before:
-        yield "model.lora", "does not go with device.cut_before, which makes layers again from their configs."
-    yield from _wrong_multipliers(config.optimizer.lr_multipliers)
-
-
-def _wrong_multipliers(multipliers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for pattern, factor in multipliers.items():
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not is_number or not math.isfinite(factor) or factor <= 0:
-            yield (
-                f"optimizer.lr_multipliers.{pattern}",
-                f"expected a factor above 0; received {factor!r}. Weights that are not to change: model.freeze.",
-            )
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
-
-
-def patterns_in(entry: Any) -> tuple[Any, ...]:
-    return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
-
-
-_GO_WITH = {"dataset", "steps_per_epoch", "global_batch_size", "batch_size_per_rank", "prefetch_batches"}
-
-
-def stream_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the settings of a stream, and those that have no effect with one: (key, problem)."""
-    if data.dataset is None:
-        return
-    if ":" not in data.dataset.name:
-        yield "data.dataset", f"expected package.module:function; received {data.dataset.name!r}."
-    for field in dataclasses.fields(data):
-        if field.name in _GO_WITH:
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if getattr(data, field.name) != default:
-            problem = "has no effect beside data.dataset, whose function gives the records. Leave it out."
-            yield f"data.{field.name}", problem

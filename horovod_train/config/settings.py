@@ -25,6 +25,11 @@ def setting(default: Any, doc: str, *, minimum: float | None = None, maximum: fl
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default value of a setting that has one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 @dataclass(frozen=True)
 class Spec:
     """Something chosen by name, with its keyword arguments. In YAML a bare string is a name without options."""
@@ -52,6 +57,13 @@ class ModelSpec(Spec):
     lora: dict[str, Any] = setting({}, "layers that get Keras' LoRA: pattern of their paths → rank, like {dense: 4}")
     freeze: tuple[str, ...] = setting((), "patterns of weights' paths that are not trained")
     unfreeze: dict[str, Any] = setting({}, "frozen weights to train after all: complete epochs → patterns")
+
+    def unfrozen_by_epoch(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Return `unfreeze` in the order of its epochs: (complete epochs, patterns)."""
+        entries = ((int(epoch), entry) for epoch, entry in self.unfreeze.items())
+        return sorted(
+            (epoch, tuple(entry) if isinstance(entry, list | tuple) else (entry,)) for epoch, entry in entries
+        )
 
 
 @dataclass(frozen=True)

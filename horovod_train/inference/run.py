@@ -1,8 +1,7 @@
 """Evaluates and predicts with a trained model, from start to end. Every rank runs every line, as in training.run.
 
-Reads checkpoints and does not change the run directory. Exporting needs no ranks; see commands/export.
-
-Builds a model with the weights of a checkpoint, without any training state. Does not know ranks: root reads.
+Root reads the weights of a checkpoint into a model without any training state, and the other ranks get them from it.
+Changes nothing in the run directory.
 """
 
 from __future__ import annotations
@@ -12,28 +11,36 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import Batches, StepSize
+from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
-from horovod_train.errors import UserError
-from horovod_train.inference.predictions import Outputs, open_predictions
+from horovod_train.errors import UserError, one_line
+from horovod_train.inference.predictions import Specs, open_predictions
 from horovod_train.models import build_model
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 from horovod_train.training.build import build_evaluation, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.initial_state import finalize
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
+
+Weights = Literal["auto", "trained", "ema"]
+"""Weights of the last update, or their moving averages. auto: the averages if there are any."""
+
+_MOST_BYTES = 16 << 20
+"""Bytes of outputs that one rank keeps before sending them to root."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     """Start the ranks and give each the model and the weights read by root. Shows errors as a training run does."""
     environment = stall_environment(config.watch)
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
-    no_log = NullRankLog()
+    no_log = RankLog()
     with RunEnd(group, no_log, open_watchdog(group, no_log, config.watch)) as run_end:
         model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
@@ -138,10 +145,6 @@ def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[B
             act(batches, steps, size)
 
 
-Weights = Literal["auto", "trained", "ema"]
-"""Weights of the last update, or their moving averages. auto: the averages if there are any."""
-
-
 def build_bare_model(config: Config) -> keras.Model:
     """Build the config's model under its precision, with initial weights and no optimizer. Raises UserError."""
     keras.utils.set_random_seed(config.seed)
@@ -158,12 +161,6 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
     Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
     checkpoint is of another model, or has no moving averages.
     """
-    loaded = _load_weights(model, checkpoint, weights)
-    finalize(model)
-    return loaded
-
-
-def _load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -> Weights:
     saved = checkpoint.names()
     has_averages = any(name.startswith("ema/") for name in saved)
     if weights == "ema" and not has_averages:
@@ -172,13 +169,85 @@ def _load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) 
             "train.ema_decay or optimizer.options.use_ema."
         )
     variables = weights_by_name(model.weights, "model")
-    if weights == "trained" or not has_averages:
-        load(variables, checkpoint)
-        return "trained"
-    # An optimizer that keeps averages may train a part of the model.
-    named = weights_by_name(model.trainable_weights, "ema")
-    averages = {name: variable for name, variable in named.items() if name in saved}
-    averaged = {variable.ref() for variable in averages.values()}
-    not_averaged = {name: variable for name, variable in variables.items() if variable.ref() not in averaged}
-    load(not_averaged | averages, checkpoint)
-    return "ema"
+    takes_averages = has_averages and weights != "trained"
+    if takes_averages:
+        # An optimizer that keeps averages may train a part of the model.
+        named = weights_by_name(model.trainable_weights, "ema")
+        averages = {name: variable for name, variable in named.items() if name in saved}
+        averaged = {variable.ref() for variable in averages.values()}
+        variables = {
+            name: variable for name, variable in variables.items() if variable.ref() not in averaged
+        } | averages
+    load(variables, checkpoint)
+    finalize(model)
+    return "ema" if takes_averages else "trained"
+
+
+class Outputs:
+    """Computes a model's outputs by name: keys of a dict, layer names for a list, or "output" for a single one.
+
+    bfloat16, which numpy lacks, becomes float32.
+    """
+
+    def __init__(self, model: keras.Model, pipeline: Pipeline, where: str) -> None:
+        """Raises UserError if the model rejects the pipeline's batches or does not return one row a record."""
+        self._model, self._scaled, batch = model, pipeline.scaled, pipeline.scaled_spec
+        self._run = tf.function(self._run_steps, autograph=False)
+        rows = batch.ids.shape[0]
+        try:
+            outputs = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+            shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
+            text = one_line(error)
+            raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
+        if "record" in outputs:
+            raise UserError(
+                "predict: an output of the model is called record, as the numbers of records are; rename it."
+            )
+        for name, output in outputs.items():
+            if not output.shape.is_fully_defined() or not output.shape.rank or output.shape[0] != rows:
+                raise UserError(f"predict: expected output {name} to be one row a record; it is {output.shape}.")
+            if output.dtype == tf.string:
+                raise UserError(f"predict: expected numbers; output {name} is of strings.")
+        self.specs: Specs = {
+            name: (tuple(output.shape[1:]), output.dtype.as_numpy_dtype) for name, output in outputs.items()
+        }
+        step_bytes = sum(rows * np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in self.specs.values())
+        self.steps_per_call = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
+
+    def compute(self, batches: Batches, steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Compute the next `steps` batches. Return ids, int64 [rows], -1 for padding, and the outputs [rows, ...]."""
+        ids, outputs = batches.call(self._run, tf.constant(steps, tf.int32))
+        return ids.numpy(), {name: values.numpy() for name, values in outputs.items()}
+
+    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[tf.Tensor, dict[str, tf.Tensor]]]:
+        def write_step(
+            batch: Batch, index: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]
+        ) -> tuple[Any, ...]:
+            outputs = self._forward(self._scaled(batch))
+            arrays = {name: array.write(index, outputs[name]) for name, array in arrays.items()}
+            return ids.write(index, batch.ids), arrays
+
+        ids = tf.TensorArray(tf.int64, size=steps)
+        arrays = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
+        cursor, (ids, arrays) = for_each_batch(cursor, steps, write_step, (ids, arrays))
+        return cursor, (ids.concat(), {name: array.concat() for name, array in arrays.items()})
+
+    def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
+        outputs = self._model(batch.inputs, training=False)
+        return {name: _for_numpy(output) for name, output in _named(self._model, outputs).items()}
+
+
+def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+    if isinstance(outputs, Mapping):
+        return {str(name): output for name, output in outputs.items()}
+    if not isinstance(outputs, list | tuple):
+        return {"output": outputs}
+    names = getattr(model, "output_names", None) or ()
+    if len(set(names)) != len(outputs):
+        names = [f"output_{number}" for number in range(len(outputs))]
+    return dict(zip(names, outputs, strict=True))
+
+
+def _for_numpy(output: Any) -> tf.Tensor:
+    return tf.cast(output, tf.float32) if output.dtype == tf.bfloat16 else tf.identity(output)

@@ -1,10 +1,7 @@
-"""Makes standard output and error never fail: a run continues if the disk is full or the reader has exited.
+"""Standard output and error that never fail: a run continues if the disk is full or the reader has exited.
 
-Text that cannot be written is lost, because there is no place to report it. For the run's own files see files.
-
-What rich draws, with text of others in it: names of metrics and files, lines of logs. Plain lines: see console.
-
-A progress bar over finished pieces of work, on a terminal only. Does not log.
+Text that cannot be written is lost, because there is no place to report it. Lines, tables and bars quote files,
+libraries and users: none gives orders to the terminal or shows a password. For the run's own files see files.
 """
 
 from __future__ import annotations
@@ -21,6 +18,32 @@ from rich.segment import Segment
 from rich.text import Text
 
 from horovod_train.shown_text import printable, without_secrets
+
+T = TypeVar("T")
+
+
+def to_stdout(line: str) -> None:
+    _write_line(sys.stdout, line)
+
+
+def to_stderr(line: str) -> None:
+    _write_line(sys.stderr, line)
+
+
+def traceback_to_stderr(error: BaseException) -> None:
+    to_stderr("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _write_line(stream: TextIO, line: str) -> None:
+    """Write in one piece: print writes the end of the line by itself, and another thread's line may come between."""
+    shown = unfailing(stream)
+    shown.write(f"{printable(without_secrets(line))}\n")
+    shown.flush()
+
+
+def unfailing(stream: TextIO) -> TextIO:
+    """Return a stream whose failing writes and flushes do nothing."""
+    return cast(TextIO, _Unfailing(stream))
 
 
 class _Unfailing:
@@ -42,33 +65,6 @@ class _Unfailing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def unfailing(stream: TextIO) -> TextIO:
-    """Return a stream whose failing writes and flushes do nothing."""
-    return cast(TextIO, _Unfailing(stream))
-
-
-def to_stdout(line: str) -> None:
-    _write_line(sys.stdout, line)
-
-
-def to_stderr(line: str) -> None:
-    _write_line(sys.stderr, line)
-
-
-def traceback_to_stderr(error: BaseException) -> None:
-    to_stderr("".join(traceback.format_exception(error)).rstrip("\n"))
-
-
-def _write_line(stream: TextIO, line: str) -> None:
-    """Write in one piece: print writes the end of the line by itself, and another thread's line may come between.
-
-    Lines quote files, libraries and users: none gives orders to the terminal or shows a password.
-    """
-    shown = unfailing(stream)
-    shown.write(f"{printable(without_secrets(line))}\n")
-    shown.flush()
 
 
 def let_go() -> None:
@@ -95,9 +91,6 @@ class Screen(Console):
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*arguments, **options):
             yield segment if segment.control else segment._replace(text=printable(without_secrets(segment.text)))
-
-
-T = TypeVar("T")
 
 
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:

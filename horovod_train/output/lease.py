@@ -1,18 +1,11 @@
-"""One run per directory: `lease.json`, kept fresh while a run writes there.
+"""One run per directory: `lease.json`, kept fresh while a run writes there; and whether a process still runs.
 
 Only root has a lease. It does not stop a run that loses its lease, but reports that in `lost`.
 
 filelock's SoftFileLease (4.2.11) keeps less: on a file system that cannot exchange two names, such as NFS, it never
-takes over a stale lease, and on any it replaces a file of this name that is no lease.
-
-The process that holds a lease, distinguishable from a later process with the same host name and pid.
-
-lease takes and refreshes leases.
-
-Whether a process of this host still runs: the same process, not a later one with its pid.
-
-By hand and not with psutil, for two reasons: psutil counts another user's process as gone where /proc is mounted with
-hidepid=2, and its start times move when the host's clock is set.
+takes over a stale lease, and on any it replaces a file of this name that is no lease. Processes are looked up by hand,
+because psutil counts another user's process as gone where /proc is mounted with hidepid=2, and its start times move
+when the host's clock is set.
 """
 
 from __future__ import annotations
@@ -31,15 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Protocol
 
 from horovod_train.errors import UserError
 from horovod_train.output.files import must_be_writable
 from horovod_train.output.removal import Artifact, remove, replace
 
 NAME = "lease.json"
-_LEASE = Artifact("a run's lease", re.escape(NAME), content_matches=lambda path: _is_lease(path.read_bytes()))
-_PROBE = Artifact("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
 REFRESH_S = 5.0
 STALE_S = 30.0
 """Leases not refreshed for this long are stale: six missed refreshes. It stays below the 60 s after which Horovod warns
@@ -47,37 +37,49 @@ of a stall, because ranks wait for root to take the lease.
 """
 POLL_S = 0.1
 SETTLE_S = 1.0
+UNNAMED = "an unnamed process"
+"""In messages: the holder of a lease that names none, as in the instant after its creation."""
+_LEASE = Artifact("a run's lease", re.escape(NAME), content_matches=lambda path: _is_lease(path.read_bytes()))
+_PROBE = Artifact("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
 
 log = logging.getLogger(__name__)
 
 
-class Lease(Protocol):
-    lost: str | None
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lease. machine and started distinguish processes with the same host name and pid."""
+
+    host: str
+    pid: int
+    job: str
+    since: str
+    machine: str
+    started: str
+    token: str
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"pid {self.pid} on {self.host}{job}, since {self.since}"
+
+
+class Lease:
+    """A lease of nothing, which ranks other than root have: nothing to keep, nothing to lose."""
+
+    lost: str | None = None
     """Which run has taken the directory from this run; None if none has."""
 
     def is_ours(self) -> bool:
         """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
+        return True
 
     def close(self) -> None:
         """End the lease; remove the file, unless another run owns it by now."""
 
 
-class NullLease:
-    """The lease of every rank except root: nothing to keep, nothing to lose."""
-
-    lost: str | None = None
-
-    def is_ours(self) -> bool:
-        return True
-
-    def close(self) -> None: ...
-
-
-class FileLease:
+class FileLease(Lease):
     """The lease of root. A thread updates the file's modification time every REFRESH_S."""
 
     def __init__(self, path: Path, holder: Holder, refreshed: float, refresh_s: float, stale_s: float) -> None:
-        self.lost: str | None = None
         self._path, self._holder, self._refresh_s, self._stale_s = path, holder, refresh_s, stale_s
         self._refreshed = refreshed
         self._released = threading.Event()
@@ -142,7 +144,7 @@ def open_lease(
     Raises UserError if another run has the directory or the lease cannot be written.
     """
     if directory is None:
-        return NullLease()
+        return Lease()
     path, mine = directory / NAME, describe_me(job)
     probe = directory / f".{NAME}.{mine.token}"
     with must_be_writable(path):
@@ -164,12 +166,7 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     finally:
         os.close(descriptor)
     is_here = holder is not None and holder.machine == describe_me("").machine
-    return holder, refreshed, holder.is_running() if holder and is_here else None
-
-
-def _now() -> float:
-    """Return seconds of a clock that no correction changes and that runs on while the host is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return holder, refreshed, is_running(holder.pid, holder.started) if holder and is_here else None
 
 
 def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> float:
@@ -199,7 +196,7 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s)
             name = str(holder or UNNAMED)
             is_here = holder is not None and holder.machine == mine.machine
-            has_died = holder is not None and is_here and not holder.is_running()
+            has_died = holder is not None and is_here and not is_running(holder.pid, holder.started)
             has_changed = watched not in (None, (holder, refreshed_ns))
             is_silent = silent_s > stale_s and not has_changed and waited_s > 2 * refresh_s
             is_stale = has_died or is_silent
@@ -288,38 +285,26 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _read(descriptor: int) -> Holder | None:
     """Return the holder named in a lease; None for any other content, as in the instant after its creation."""
-    return parse(os.pread(descriptor, 1 << 16, 0))
+    return _parse(os.pread(descriptor, 1 << 16, 0))
+
+
+def _parse(text: bytes) -> Holder | None:
+    try:
+        content = json.loads(text)
+        return Holder(**{field.name: content[field.name] for field in fields(Holder)})
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _is_lease(content: bytes) -> bool:
     """Return whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
     head = b'{\n  "host": '
-    return content.startswith(head) or head.startswith(content) or parse(content) is not None
+    return content.startswith(head) or head.startswith(content) or _parse(content) is not None
 
 
-UNNAMED = "an unnamed process"
-"""In messages: the holder of a lease that names none, as in the instant after its creation."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The process that holds a lease. machine and started distinguish processes with the same host name and pid."""
-
-    host: str
-    pid: int
-    job: str
-    since: str
-    machine: str
-    started: str
-    token: str
-
-    def is_running(self) -> bool:
-        """Return whether the process runs, if it is of this machine; True if it cannot be checked."""
-        return is_running(self.pid, self.started)
-
-    def __str__(self) -> str:
-        job = f", job {self.job}" if self.job else ""
-        return f"pid {self.pid} on {self.host}{job}, since {self.since}"
+def _now() -> float:
+    """Return seconds of a clock that no correction changes and that runs on while the host is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def describe_me(job: str) -> Holder:
@@ -335,15 +320,6 @@ def describe_me(job: str) -> Holder:
         started=start_ticks(pid) or "",
         token=secrets.token_hex(8),
     )
-
-
-def parse(text: bytes) -> Holder | None:
-    """Return the holder that a lease names; None for any other content."""
-    try:
-        content = json.loads(text)
-        return Holder(**{field.name: content[field.name] for field in fields(Holder)})
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def boot_id() -> str:

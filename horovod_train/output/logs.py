@@ -1,8 +1,7 @@
 """Standard logging during a run: to root's console and to a file of each rank. Modules use logging.getLogger(__name__).
 
-Adds handlers and removes them at the end. Those of a program that calls us stay, and print what they did before.
-
-Loads TensorFlow and Keras without what no rank needs: lines printed at every start, and two libraries.
+Adds handlers and removes them at the end. Those of a program that calls us stay, and print what they did before. Also
+loads TensorFlow and Keras without what no rank needs: lines printed at every start, and two libraries.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from horovod_train.output.console import to_stderr, to_stdout, unfailing
 
 ANY_RANK = {"any_rank": True}
 """`extra` of a line about the host or disk of one rank: ranks other than root show it too, on standard error."""
-
 PHASE, SLOW = {"kind": "phase"}, {"kind": "slow"}
 """`extra` of lines that have these words, in place of their level, in a rank's file."""
-
 _PACKAGE = logging.getLogger("horovod_train")
 _FORMATTER = logging.Formatter()
 _PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
+_NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
+_NO_DRIVER = re.compile(r".*failed call to cuInit")
+_SPARED = ("sklearn", "matplotlib")
+"""Libraries that Keras imports if installed, only for wrappers and plots: a third of the start time of a rank."""
 
 
 @contextmanager
@@ -121,12 +122,6 @@ def _is_handled_below_root(record: logging.LogRecord) -> bool:
             return True
         logger = logger.parent
     return False
-
-
-_NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
-_SPARED = ("sklearn", "matplotlib")
-"""Libraries that Keras imports if installed, only for wrappers and plots: a third of the start time of a rank."""
-_NO_DRIVER = re.compile(r".*failed call to cuInit")
 
 
 def load_tensorflow() -> None:

@@ -1,6 +1,7 @@
-"""Metrics in files of the run directory: what a writer must do, and metrics.jsonl. For TensorBoard see tensorboard.
+"""Metrics in files of the run directory: what a writer must do; metrics.jsonl, written and read; metrics.prom.
 
-metrics.prom in a run directory: the newest figures, in the text format that Prometheus' node exporter reads.
+metrics.prom holds the newest figures, in the text format that Prometheus' node exporter reads. For TensorBoard see
+tensorboard.
 """
 
 from __future__ import annotations
@@ -19,6 +20,17 @@ from horovod_train.output.removal import Artifact, begins
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
+_MOST_BYTES = 1 << 24
+_FAMILIES = {
+    "running": "1 while the run trains or has been killed, 0 when it has ended by itself",
+    "last_progress_timestamp_seconds": "Time of the newest line of metrics, or of the start",
+    "step": "Updates done",
+    "epoch": "Complete passes over the training records",
+    "examples_per_second": "Training records per second, all ranks",
+    "metric": "Newest value in metrics.jsonl",
+}
+"""Each with its help; all are gauges. https://prometheus.io/docs/instrumenting/exposition_formats/"""
+_HEAD = f"# HELP horovod_train_running {_FAMILIES['running']}\n"
 
 
 def _begins_with(*names: str) -> Callable[[Path], bool]:
@@ -38,10 +50,12 @@ def _begins_with(*names: str) -> Callable[[Path], bool]:
     return begins_with_names
 
 
-_MOST_BYTES = 1 << 24
 METRICS = Artifact("a run's metrics", r"metrics\.jsonl", content_matches=_begins_with(*ABOUT))
 TIMES = Artifact("a run's times", r"times\.jsonl", content_matches=_begins_with("step", "verdict", "seconds"))
 PARAMETERS = Artifact("a run's parameters", r"parameters\.jsonl", content_matches=_begins_with("step", "parameters"))
+PROM = Artifact("a run's metrics for Prometheus", r"metrics\.prom", content_matches=lambda path: begins(path, _HEAD))
+
+log = logging.getLogger(__name__)
 
 
 class Aside(NamedTuple):
@@ -93,6 +107,14 @@ class JsonLines:
         self._lines.close()
 
 
+def _step_of(line: str) -> float:
+    """Return the step of a row; a line cut short by a kill counts as later than any step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 class MetricsFile(JsonLines):
     """metrics.jsonl in a run directory: step, epoch, split, seconds since this start, and the values.
 
@@ -140,6 +162,12 @@ def metrics_in(lines: Iterable[str]) -> Iterator[Row]:
             yield Row(row["step"], row.get("epoch") or 0, row["split"], row.get("seconds") or 0.0, values)
 
 
+def _is_of_numbers(row: Mapping[str, Any]) -> bool:
+    values = [value for name, value in row.items() if name != "split"]
+    is_placed = isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
+    return is_placed and all(value is None or isinstance(value, int | float) for value in values)
+
+
 def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects; a line that a kill has cut short is left out."""
     for line in lines:
@@ -149,37 +177,6 @@ def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(row, dict):
             yield row
-
-
-def _is_of_numbers(row: Mapping[str, Any]) -> bool:
-    values = [value for name, value in row.items() if name != "split"]
-    is_placed = isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
-    return is_placed and all(value is None or isinstance(value, int | float) for value in values)
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a row; a line cut short by a kill counts as later than any step."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-_FAMILIES = {
-    "running": "1 while the run trains or has been killed, 0 when it has ended by itself",
-    "last_progress_timestamp_seconds": "Time of the newest line of metrics, or of the start",
-    "step": "Updates done",
-    "epoch": "Complete passes over the training records",
-    "examples_per_second": "Training records per second, all ranks",
-    "metric": "Newest value in metrics.jsonl",
-}
-"""Each with its help; all are gauges. https://prometheus.io/docs/instrumenting/exposition_formats/"""
-
-_HEAD = f"# HELP horovod_train_running {_FAMILIES['running']}\n"
-
-PROM = Artifact("a run's metrics for Prometheus", r"metrics\.prom", content_matches=lambda path: begins(path, _HEAD))
-
-log = logging.getLogger(__name__)
 
 
 class PrometheusFile:

@@ -1,11 +1,7 @@
 """Logs of each rank in the run directory: `logs/rank-N.log` for people, `rank-N.end.json` for programs.
 
-A line is `TIME KIND TEXT`; continuation lines are indented. Best effort: a rank whose host cannot write there continues
-without a log. Does not decide what is worth a line.
-
-Reads what each rank left: its log, start by start, and how its last start ended. rank_log writes them.
-
-Does not judge what happened; see commands/explain.
+Writes and reads them. A line is `TIME KIND TEXT`; continuation lines are indented. Best effort: a rank whose host
+cannot write there continues without a log. Does not decide what is worth a line; explain judges what happened.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
@@ -32,13 +28,18 @@ from horovod_train.output.removal import Artifact, remove
 from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"
+TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
+"""Kinds of entries that tell of trouble."""
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
+_INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
+_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
 
 
-class RankLog(Protocol):
-    """The log of one rank: a FileRankLog, or a NullRankLog where there is no run directory."""
+class RankLog:
+    """The log of one rank. This one, without a run directory, drops lines and shows stacks on standard error."""
 
-    name: str
+    name = ""
     """Path of the file in the run directory; empty without one."""
 
     def write(self, kind: str, text: str) -> None:
@@ -46,11 +47,14 @@ class RankLog(Protocol):
 
     def write_stacks(self, why: str) -> None:
         """Add the stacks of all threads of this process."""
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
     def end_process_after(self, seconds: float) -> None:
         """End this process after `seconds`, with exit code 1 and its stacks here, even while Python shuts down."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
 
-    def write_traceback(self, error: BaseException, kind: str = "failed") -> None: ...
+    def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
+        """Add the traceback of an error."""
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         """Write for programs how this rank ended; a later call replaces the earlier result.
@@ -59,25 +63,7 @@ class RankLog(Protocol):
         """
 
 
-class NullRankLog:
-    """Drops all lines, and writes stacks to standard error."""
-
-    name = ""
-
-    def write(self, kind: str, text: str) -> None: ...
-
-    def write_stacks(self, why: str) -> None:
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-
-    def end_process_after(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
-
-    def write_traceback(self, error: BaseException, kind: str = "failed") -> None: ...
-
-    def end(self, ended: str, exit_code: int, **facts: Any) -> None: ...
-
-
-class FileRankLog:
+class FileRankLog(RankLog):
     """Appends to the rank's file in `folder`; safe to use from several threads."""
 
     def __init__(self, folder: Path, rank: int, host: str) -> None:
@@ -146,13 +132,13 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, start_text: str)
     except OSError as error:
         reason = error.strerror or str(error)
         to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")
-        return NullRankLog()
+        return RankLog()
     log.write("start", start_text)
     return log
 
 
 def introduction(rank: int, size: int, launcher: str, host: str, about: str = "") -> str:
-    """Return the first text of a log on each start, which rank_log_reader reads. about: more facts about this rank."""
+    """Return the text of "start", which read_introduction reads. about: more facts about this rank."""
     text = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
     return f"{text}; {about}" if about else text
 
@@ -167,13 +153,6 @@ def end_file(folder: Path, rank: int) -> Path:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
-
-
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
-_INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
-_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
-TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
-"""Kinds of entries that tell of trouble."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +207,42 @@ def read_starts_of_root(run_dir: Path) -> list[RankStory]:
     return _read_starts(path) if path.exists() else []
 
 
+def _read_starts(path: Path) -> list[RankStory]:
+    starts: list[list[Entry]] = []
+    try:
+        lines = lines_in(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    for line in lines:
+        entry = read_line(line)
+        if entry and entry.kind == "start":
+            starts.append([])
+        if starts and entry:
+            starts[-1].append(entry)
+        elif starts:  # continues the line above
+            last = starts[-1].pop()
+            starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
+    stories = [
+        RankStory(**vars(about), entries=tuple(entries), end=None)
+        for entries in starts
+        if (about := read_introduction(entries[0].text))
+    ]
+    if stories:
+        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]))
+    return stories
+
+
+def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
+    """Return the end that the process of a story has written, if it has."""
+    try:
+        end = json.loads(end_file(folder, story.rank).read_text(encoding="utf-8"))
+        datetime.fromisoformat(end["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_complete = {"ended", "exit_code", "host", "pid"} <= end.keys()
+    return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None
+
+
 def read_line(line: str) -> Entry | None:
     """Return the entry that begins in a line of a log; None for a line that continues one."""
     time, kind, text = (*line.split(" ", 2), "", "")[:3]
@@ -259,40 +274,3 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts.append([rank])
     ranges = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges}"
-
-
-def _read_starts(path: Path) -> list[RankStory]:
-    starts: list[list[Entry]] = []
-    try:
-        lines = lines_in(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    for line in lines:
-        entry = read_line(line)
-        if entry and entry.kind == "start":
-            starts.append([])
-        if starts and entry:
-            starts[-1].append(entry)
-        elif starts:  # continues the line above
-            last = starts[-1].pop()
-            starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
-    stories = [story for story in map(_story, starts) if story is not None]
-    if stories:
-        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]))
-    return stories
-
-
-def _story(entries: Sequence[Entry]) -> RankStory | None:
-    introduction = read_introduction(entries[0].text)
-    return RankStory(**vars(introduction), entries=tuple(entries), end=None) if introduction else None
-
-
-def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
-    """Return the end that the process of a story has written, if it has."""
-    try:
-        end = json.loads(end_file(folder, story.rank).read_text(encoding="utf-8"))
-        datetime.fromisoformat(end["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    is_complete = {"ended", "exit_code", "host", "pid"} <= end.keys()
-    return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import secrets
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,15 @@ def begins(path: Path, head: str) -> bool:
     with path.open("rb") as file:
         beginning = file.read(len(head))
     return head.encode().startswith(beginning)
+
+
+def zip_members(path: Path) -> set[str]:
+    """Return the names in a zip archive; empty for any other file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return set(archive.namelist())
+    except zipfile.BadZipFile:
+        return set()
 
 
 def draft_of(path: Path) -> Path:

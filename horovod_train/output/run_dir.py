@@ -1,8 +1,6 @@
-"""The run directory and what a person sees of the run: RunOutput on root, NullOutput on the other ranks.
+"""The run directory and what a person sees of the run; also which commit of the user's code it is of.
 
-Decides once, when opened, who writes. Does not decide when, and does not write checkpoints.
-
-Which commit of the user's code a run is of, as git says.
+Decides once, when opened, who writes: root. Does not decide when, and does not write checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -40,9 +38,9 @@ from horovod_train.output.metrics import (
     load_writers,
 )
 from horovod_train.output.removal import Artifact, begins, check
-from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
-from horovod_train.output.trackers import Trackers, load_trackers, open_trackers
-from horovod_train.output.trackers.sender import Ended
+from horovod_train.output.tensorboard import TensorBoard, TensorBoardWriter
+from horovod_train.output.trackers import Trackers, build_trackers, load_trackers
+from horovod_train.output.trackers.sender import Ended, Sender
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +65,8 @@ _FILES = {
 }
 _TRACKER_FILES = ("config.yaml", "summary.json", "report.html")
 """Given to trackers at the end of a start, as far as they exist."""
+_GIT_WITHIN_S = 10.0
+"""On a shared disk git may take long to read the state of every file."""
 
 
 def check_writable(directory: str) -> Path:
@@ -89,14 +89,11 @@ def check_writable(directory: str) -> Path:
     return path
 
 
-class Output(Protocol):
-    """What a run writes and shows: a RunOutput on root, a NullOutput on the other ranks, which does nothing."""
+class Output:
+    """What a run writes and shows. Root has a RunOutput; the other ranks have this, which does nothing."""
 
-    @property
-    def directory(self) -> Path | None: ...
-
-    @property
-    def tensorboard(self) -> TensorBoard: ...
+    directory: Path | None = None
+    tensorboard = TensorBoard()
 
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
         """Begin or continue the run in each tracker, at `step`; call before `rewind`. anew: begin another run.
@@ -116,13 +113,16 @@ class Output(Protocol):
     def rewind(self, step: int) -> None:
         """Remove the metrics after `step`: the run resumes there and will write them again."""
 
-    def start_progress(self, step: int, last_step: int) -> None: ...
+    def start_progress(self, step: int, last_step: int) -> None:
+        """Show a bar, if there is one."""
 
-    def show_progress(self, step: int) -> None: ...
+    def show_progress(self, step: int) -> None:
+        """Move the bar."""
 
     def append_metrics(
         self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
-    ) -> None: ...
+    ) -> None:
+        """Write metrics in all forms, and log them as one line."""
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         """Add one line on how each rank alone changed each parameter: path → figure → by rank."""
@@ -135,51 +135,19 @@ class Output(Protocol):
 
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
         """Return the last metrics of a split, also from before a resume; empty if there are none."""
+        return {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json. Raises RunError: a run whose end is not recorded has not ended well."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close all files."""
 
 
-class NullOutput:
-    directory: Path | None = None
-    tensorboard: TensorBoard = NullTensorBoard()
-
-    def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None: ...
-
-    def finish_trackers(self, ended: Ended, *, timeout_s: float = math.inf) -> None: ...
-
-    def fail(self) -> None: ...
-
-    def write_config(self, text: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def start_progress(self, step: int, last_step: int) -> None: ...
-
-    def show_progress(self, step: int) -> None: ...
-
-    def append_metrics(
-        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
-    ) -> None: ...
-
-    def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None: ...
-
-    def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def last_metrics(self, split: str) -> Mapping[str, float | None]:
-        return {}
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RunOutput:
+class RunOutput(Output):
     """Writes config.yaml, metrics, times.jsonl, parameters.jsonl if there are values, and summary.json; shows a bar."""
+
+    directory: Path
 
     def __init__(
         self,
@@ -191,9 +159,7 @@ class RunOutput:
         trackers: Trackers | None = None,
     ) -> None:
         self.directory = directory
-        self.tensorboard: TensorBoard = (
-            TensorBoardWriter(directory / "tensorboard") if tensorboard else NullTensorBoard()
-        )
+        self.tensorboard = TensorBoardWriter(directory / "tensorboard") if tensorboard else TensorBoard()
         self._metrics = MetricsFile(directory)
         self._trackers = trackers or Trackers()
         self._prometheus = PrometheusFile(directory)
@@ -288,11 +254,12 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     writers = load_writers(config.writers)
     load_trackers(config.trackers)
     if not is_root:
-        return NullOutput()
+        return Output()
     path = check_writable(directory)
     user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
-    trackers = open_trackers(config.trackers, path)
+    built = zip(config.trackers, build_trackers(config.trackers), strict=True)
+    trackers = Trackers([Sender(spec.name, tracker, path) for spec, tracker in built])
     return RunOutput(path, tensorboard=config.tensorboard, bar=bar, user_writers=user_writers, trackers=trackers)
 
 
@@ -301,10 +268,6 @@ def _build_bar() -> Progress:
     console = Screen(file=unfailing(sys.stdout), force_terminal=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
-
-
-_TIMEOUT_S = 10.0
-"""How long git may take, which on a shared disk reads the state of every file."""
 
 
 def describe_commit(folder: Path) -> str | None:
@@ -321,7 +284,9 @@ def describe_commit(folder: Path) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return what git prints; None if it fails or takes too long."""
     try:
-        answer = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S)
+        answer = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=_GIT_WITHIN_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if answer.returncode else answer.stdout.strip()

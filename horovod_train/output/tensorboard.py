@@ -1,6 +1,7 @@
 """TensorBoard's files of a run, on root: scalars, histograms, the graph, profiles. Does not compute what it writes.
 
-A disk that is full or gone costs charts, not the run: one warning, and training continues.
+A disk that is full or gone costs charts, not the run: one warning, and training continues. Renames the nodes of a
+graph so that TensorBoard folds it well, but builds none.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,20 @@ from horovod_train.tfrecord_framing import frame
 _WRITE_FROM_BYTES = 1 << 20
 BUCKETS = 30
 """As in tf.summary.histogram, whose many small operations take ten times as long."""
+
+PARTS = (
+    "input_data",
+    "rank",
+    "loss_function",
+    "gradient_tape",
+    "exchange",
+    "update_parameters",
+    "moving_average",
+    "dropout_seeds",
+    "watch",
+)
+"""Scopes of the compiled step, other than layers."""
+_INPUT = re.compile(r"(\^?)([^:]+)(.*)")
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +75,35 @@ class Events(Appender):
         super()._write(data, sync)
 
 
-class TensorBoardWriter:
+class TensorBoard:
+    """The charts of a run. This one, of ranks other than root and of runs without TensorBoard, writes nothing."""
+
+    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+        """Add the metrics of a split at a step, as MetricsWriter does."""
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: each start writes new files, and those of earlier starts stay as they are."""
+
+    def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each of these charts."""
+
+    def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        """values: floating tensors or variables of any shape, by name; non-finite numbers are left out."""
+
+    def add_graph(self, draw: Callable[[], Any]) -> None:
+        """draw: builds the GraphDef."""
+
+    def start_profile(self, step: int) -> None:
+        """Time every op from now on, until `stop_profile`, which is called when `step` is done."""
+
+    def stop_profile(self, step: int) -> None:
+        """Write the profile to `plugins/profile/step-N`, or `step-N-2`, … if that exists; log what its ops cost."""
+
+    def close(self) -> None:
+        """Return when all is on disk, if the disk accepts it."""
+
+
+class TensorBoardWriter(TensorBoard):
     """Writes an event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks."""
 
     def __init__(self, directory: Path) -> None:
@@ -71,9 +115,6 @@ class TensorBoardWriter:
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
         self.add_scalars(split, step, values)
 
-    def rewind(self, step: int) -> None:
-        """Do nothing: each start writes new files, and those of earlier starts stay as they are."""
-
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
@@ -83,7 +124,6 @@ class TensorBoardWriter:
         events.flush()
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
-        """values: floating tensors or variables of any shape, by name; non-finite numbers are left out."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.histogram.metadata import create_summary_metadata
         from tensorboard.util.tensor_util import make_tensor_proto
@@ -96,13 +136,11 @@ class TensorBoardWriter:
         events.flush()
 
     def add_graph(self, draw: Callable[[], Any]) -> None:
-        """draw: builds the GraphDef."""
         events = self._of("train")
         events.add_graph(draw())
         events.flush()
 
     def start_profile(self, step: int) -> None:
-        """Time every op from now on, until `stop_profile`, which is called when `step` is done."""
         from tensorflow.profiler import experimental as profiler
 
         # Level 2 also records the ops on the host, and what they allocate.
@@ -112,7 +150,6 @@ class TensorBoardWriter:
             self._profiled.__enter__()
 
     def stop_profile(self, step: int) -> None:
-        """Write the profile to `plugins/profile/step-N`, or `step-N-2`, … if that exists; log what its ops cost."""
         from tensorflow.profiler import experimental as profiler
 
         if self._profiled is None:
@@ -154,29 +191,6 @@ class TensorBoardWriter:
             log.warning(f"{self._directory}: a profile was not written: {str(error)[:200]}. Training continues.")
 
 
-class NullTensorBoard:
-    """Writes nothing."""
-
-    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None: ...
-
-    def add_histograms(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-    def add_graph(self, draw: Callable[[], Any]) -> None: ...
-
-    def start_profile(self, step: int) -> None: ...
-
-    def stop_profile(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-TensorBoard = TensorBoardWriter | NullTensorBoard
-
-
 def _buckets(numbers: np.ndarray) -> np.ndarray:
     """Return left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros without numbers."""
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
@@ -189,3 +203,103 @@ def _buckets(numbers: np.ndarray) -> np.ndarray:
         return np.stack([np.full(BUCKETS, lowest), np.full(BUCKETS, lowest), counts], axis=1)
     counts, edges = np.histogram(finite, BUCKETS, (lowest, highest))
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
+
+
+def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | None], layers: Iterable[str]) -> Any:
+    """Copy a GraphDef with other node names.
+
+    variables: node → name, for nodes that hold variables. names: other names for single scopes; None: remove the scope.
+    layers: Keras opens a layer's scope twice, so that TensorFlow calls it `hidden1_1`; here it is `hidden1`.
+    Gradients, which TensorFlow keeps apart, move into the fold of the rank that computes them.
+    """
+    prefixes = {prefix for node in graph.node for prefix in _prefixes(node.name)}
+    plain = _plain(prefixes, set(layers))
+    taken: set[str] = set()
+    new = {}
+    for node in graph.node:
+        parts = [plain[prefix] for prefix in _prefixes(node.name)]
+        if parts[:2] == ["gradient_tape", "rank"]:
+            parts[:2] = ["rank", "gradient_tape"]
+        if "moving_average" in parts:  # covers all weights, so not part of one update
+            parts = parts[parts.index("moving_average") :]
+        if node.name in variables:
+            parts = variables[node.name].split("/")
+        path = "/".join(new_part for part in parts if (new_part := names.get(part, part)))
+        new[node.name] = _unused(path or node.name, taken)
+        taken.add(new[node.name])
+    copy = type(graph)()
+    copy.CopyFrom(graph)
+    for node in copy.node:
+        node.name = new[node.name]
+        node.attr.pop("_class", None)  # lists nodes that must share a device
+        for index, edge in enumerate(node.input):
+            control, source, output = _INPUT.fullmatch(edge).groups()  # type: ignore[union-attr]
+            node.input[index] = f"{control}{new[source]}{output}"
+    return copy
+
+
+def show_branches(graph: Any) -> Any:
+    """Copy a GraphDef and add, below each condition and loop, the nodes of the functions that it calls.
+
+    For display only: output indices of inner edges are dropped.
+    """
+    functions = {function.signature.name: function for function in graph.library.function}
+    copy = type(graph)()
+    copy.CopyFrom(graph)
+    waiting = list(graph.node)
+    while waiting:
+        node = waiting.pop()
+        for branch in ("then_branch", "else_branch", "body"):
+            called = functions.get(node.attr[branch].func.name) if branch in node.attr else None
+            if called is not None:
+                inside = _inside(node, called, branch.removesuffix("_branch"))
+                copy.node.extend(inside)
+                waiting += inside
+    return copy
+
+
+def _inside(node: Any, called: Any, branch: str) -> list[Any]:
+    sources = [source for source in node.input if not source.startswith("^")]
+    parameters = [argument.name for argument in called.signature.input_arg]
+    # A condition's first input selects the branch; its function does not get it.
+    names = dict(zip(parameters, sources[len(sources) - len(parameters) :], strict=True))
+    names |= {n.name: f"{node.name}/{branch}/{n.name.removeprefix(f'{node.name}/')}" for n in called.node_def}
+    nodes = []
+    for inner in called.node_def:
+        node_copy = type(inner)()
+        node_copy.CopyFrom(inner)
+        node_copy.name = names[inner.name]
+        for index, source in enumerate(inner.input):
+            control, name = ("^" if source.startswith("^") else ""), source.lstrip("^").split(":")[0]
+            node_copy.input[index] = f"{control}{names[name]}"
+        nodes.append(node_copy)
+    return nodes
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _plain(prefixes: Iterable[str], layers: set[str]) -> dict[str, str]:
+    """Map each path to its last part, named like the layer or the part of the step."""
+    plain = {prefix: prefix.rpartition("/")[2] for prefix in prefixes}
+    taken = set(plain)
+    # Shorter names first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
+    for prefix in sorted(plain, key=lambda path: (len(path), path)):
+        base = re.sub(r"_\d+$", "", prefix)
+        last = base.rpartition("/")[2]
+        if base != prefix and last in layers and base not in taken:
+            taken.remove(prefix)
+            taken.add(base)
+            plain[prefix] = last
+        elif last in PARTS:
+            plain[prefix] = last
+    return plain
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number, free = 0, name
+    while free in taken:
+        number, free = number + 1, f"{name}_{number + 1}"
+    return free

@@ -28,7 +28,7 @@ from horovod_train.distributed.watchdog.state import end_process
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output.console import to_stderr
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 from horovod_train.tensorflow import agreement
 
 STEPS_BEFORE_STOP = 2
@@ -186,7 +186,7 @@ class _Watch:
             self.group = group = form_group(self._started, self._device)
         group.heartbeat.phase("train")
         group.heartbeat.set_probe(lambda: _probe(group))
-        log = NullRankLog()
+        log = RankLog()
         self.run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
         atexit.register(self.run_end.close)
 

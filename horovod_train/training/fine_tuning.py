@@ -21,7 +21,6 @@ import tensorflow as tf
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.manifest import Damaged
 from horovod_train.config.registry import find, load_function, raised_at
-from horovod_train.config.rules import patterns_in
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.hdf5_file import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
@@ -54,8 +53,7 @@ class Freezing:
         paths = [weight.path for weight in model.weights if not is_lora(weight.path)]
         self._frozen = _matching(spec.freeze, paths, "model.freeze")
         self._unfrozen: dict[int, set[str]] = {}
-        by_epoch = sorted((int(epoch), patterns_in(entry)) for epoch, entry in spec.unfreeze.items())
-        for epoch, patterns in by_epoch:
+        for epoch, patterns in spec.unfrozen_by_epoch():
             where, earlier = f"model.unfreeze.{epoch}", {path for paths in self._unfrozen.values() for path in paths}
             self._unfrozen[epoch] = _matching(patterns, sorted(self._frozen - earlier), where)
         if self._frozen and not any(was and weight.path not in self._frozen for weight, was in self._weights):

@@ -1,11 +1,9 @@
 """The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check.
 
-The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check.
-
 python -m horovod_train.main doctor                                   this machine
 horovodrun -np 4 python -m horovod_train.main doctor                  the job, as it would be started to train
 
-Brings the ranks together, runs the checks in order and shows the results. Judges nothing itself; see the checks.
+Brings the ranks together, runs the checks in order and shows the results. The checks are in machine and ranks.
 """
 
 from __future__ import annotations
@@ -17,30 +15,61 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.text import Text
 
 from horovod_train.commands.cli import above_0, add_config, check_out, load_from_arguments, open_screen, write_out
-from horovod_train.commands.doctor.check_result import CheckResult, fail
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, one_line
-from horovod_train.inference.artifacts import FINDINGS
 from horovod_train.output import logs
+from horovod_train.output.removal import Artifact
 
 if TYPE_CHECKING:
     from horovod_train.distributed.group import WorkerGroup
 
-
+FINDINGS = Artifact(
+    "a file that doctor wrote", ".+", content_matches=lambda path: path.read_bytes().startswith(b'{\n  "checks": ')
+)
 COLOURS = {"ok": "green", "warning": "yellow", "fail": "red"}
 _NOT_TOGETHER = (
     "the ranks did not come together within {:.0f} s. Are all hosts up, and can they reach one another? With several "
     "networks name theirs: horovodrun --network-interfaces"
 )
+
+Level = Literal["ok", "warning", "fail"]
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """level "fail": a run here would fail, hang or be wrong. "warning": all or part of it would be slow."""
+
+    name: str
+    level: Level
+    text: str
+    do: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The figures behind the line, in JSON types."""
+    rows: tuple[str, ...] = ()
+    """Lines of a table to show below."""
+
+
+def ok(name: str, text: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> CheckResult:
+    return CheckResult(name, "ok", text, "", dict(facts or {}), tuple(rows))
+
+
+def warning(name: str, text: str, do: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> CheckResult:
+    return CheckResult(name, "warning", text, do, dict(facts or {}), tuple(rows))
+
+
+def fail(name: str, text: str, do: str, facts: Facts | None = None) -> CheckResult:
+    return CheckResult(name, "fail", text, do, dict(facts or {}))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +151,8 @@ def _existing(folder: Path) -> Path:
 
 def _show(findings: Sequence[CheckResult], to: str | None) -> None:
     if to is not None:
-        text = json.dumps({"checks": [finding.as_dict() for finding in findings]}, indent=2)
+        checks = [{key: value for key, value in vars(finding).items() if key != "rows"} for finding in findings]
+        text = json.dumps({"checks": checks}, indent=2)
         if to == "-":
             print(text, flush=True)
             return
@@ -130,15 +160,11 @@ def _show(findings: Sequence[CheckResult], to: str | None) -> None:
     console = open_screen(launched=launcher.detect().launcher != "none")
     for finding in findings:
         # In one write: launchers put a prefix before each part.
-        level, text = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
+        level, text = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}" + f". {finding.do}" * bool(finding.do)
         console.print(Text.assemble((level, COLOURS[finding.level]), text))
         for row in finding.rows:
             console.print(f"{'':<24}{row}", markup=False)
     sys.stdout.flush()
-
-
-def _advice(finding: CheckResult) -> str:
-    return f". {finding.do}" if finding.do else ""
 
 
 @contextmanager

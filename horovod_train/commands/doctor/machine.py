@@ -1,7 +1,4 @@
-"""Checks of `doctor` on what is installed: versions, how Horovod was built, and equality on all ranks.
-
-Checks of `doctor` on what lies between hosts: network interfaces, a file system that all see, clocks.
-"""
+"""Checks of `doctor` on hosts and what lies between: versions, Horovod's build, networks, a shared folder, clocks."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency
@@ -26,6 +23,12 @@ from horovod_train.distributed.horovod_info import clock_offsets_s, horovod_buil
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.errors import RanksDisagree
 from horovod_train.output.removal import Artifact, remove
+
+MOST_SKEW_S = 1.0
+"""Beyond this, times in logs mislead and other tools misjudge which file is newer."""
+VISIBLE_WITHIN_S = 10.0
+MIN_FREE_BYTES = 1 << 30
+_PLACE = Artifact("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
 
 
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
@@ -44,7 +47,8 @@ def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResul
     except RanksDisagree as error:
         fix = "Give all hosts the same checkout and .venv, best on a shared file system."
         return [*findings, fail("same everywhere", str(error), fix)]
-    return [*findings, ok("same everywhere", f"{what} are the same on {_ranks(group.size)}")]
+    ranks = "the only rank" if group.size == 1 else f"all {group.size} ranks"
+    return [*findings, ok("same everywhere", f"{what} are the same on {ranks}")]
 
 
 def _version(package: str) -> str:
@@ -65,17 +69,6 @@ def check_build(group: WorkerGroup) -> CheckResult:
         fix = "`horovod-train build-horovod --gpu-operations NCCL` builds it to exchange between GPUs."
         return warning("horovod", f"{text}, although ranks compute on GPUs", fix, facts)
     return ok("horovod", text, facts)
-
-
-def _ranks(size: int) -> str:
-    return "the only rank" if size == 1 else f"all {size} ranks"
-
-
-MOST_SKEW_S = 1.0
-"""Beyond this, times in logs mislead and other tools misjudge which file is newer."""
-VISIBLE_WITHIN_S = 10.0
-MIN_FREE_BYTES = 1 << 30
-_PLACE = Artifact("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
 
 
 class Interface(NamedTuple):
@@ -147,20 +140,20 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
     place = folder / token
     began, problem = time.perf_counter(), ""
     if group.is_root:
-        problem = _try(lambda: _make(place, token))
+        problem = _try(place.mkdir) or _try(lambda: _write(place / "root", token))
     written_s = time.perf_counter() - began
     problem = group.broadcast_object(problem)
     if problem:
         fix = "Choose a folder that can be written to with --dir."
         return fail("file system", f"root cannot write to {folder}: {problem}", fix)
     began = time.perf_counter()
-    is_visible = _wait_for(lambda: (place / "root").read_text() == token)
+    is_visible = _can_read(place / "root", token)
     seen_s = time.perf_counter() - began
     problem = _try(lambda: _write(place / f"rank-{group.rank}", token)) if is_visible else "does not see root's file"
     rows = group.gather((problem, seen_s))
     missing: list[int] = []
     if group.is_root:
-        missing = [rank for rank in range(group.size) if not _sees(place / f"rank-{rank}")]
+        missing = [rank for rank in range(group.size) if not _can_read(place / f"rank-{rank}", token)]
         with contextlib.suppress(OSError):
             remove(place, _PLACE)
     missing = group.broadcast_object(missing)
@@ -187,11 +180,6 @@ def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, s
     return ok("file system", text, facts)
 
 
-def _make(place: Path, token: str) -> None:
-    place.mkdir(parents=False)
-    _write(place / "root", token)
-
-
 def _write(path: Path, text: str) -> None:
     with path.open("x") as file:
         file.write(text)
@@ -199,7 +187,7 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _try(action: Callable[[], None]) -> str:
+def _try(action: Callable[[], object]) -> str:
     """Return the file system's error; empty if the action succeeds."""
     try:
         action()
@@ -208,16 +196,12 @@ def _try(action: Callable[[], None]) -> str:
     return ""
 
 
-def _sees(path: Path) -> bool:
-    return _wait_for(lambda: bool(path.read_text()))
-
-
-def _wait_for(is_so: Callable[[], bool]) -> bool:
-    """Retry for a while, because network file systems show new files late."""
+def _can_read(path: Path, text: str) -> bool:
+    """Return whether the file holds the text; retry for a while, because network file systems show new files late."""
     until = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
-            if is_so():
+            if path.read_text() == text:
                 return True
         if time.monotonic() > until:
             return False

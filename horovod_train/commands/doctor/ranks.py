@@ -1,7 +1,4 @@
-"""Checks of `doctor` on where the ranks are: launcher, scheduler, hosts, devices, threads, settings.
-
-Checks of `doctor` on the exchange: whether the mean is right, and how fast it is.
-"""
+"""Checks of `doctor` on ranks: launcher, hosts, devices, threads, settings; is their mean right, and how fast?"""
 
 from __future__ import annotations
 
@@ -15,11 +12,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.distributed.device import list_gpus
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce, mpi_place, scheduler_tasks
 from horovod_train.distributed.optimizer import DistributedOptimizer
+
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+SLOW_GB_PER_S = 0.1
+"""Throughput of a network of 1 Gbit/s."""
+MOST_ERROR = 1e-6
+MEASURED_S = 2.0
 
 
 def check_launcher(group: WorkerGroup) -> CheckResult:
@@ -159,13 +162,6 @@ def check_settings(group: WorkerGroup) -> CheckResult:
     changed = sum(setting.origin != "default" for setting in group.settings)
     text = f"{len(group.settings)} settings of Horovod and MPI, {changed} of them not the defaults of this place"
     return ok("settings", text, {"settings": [setting._asdict() for setting in group.settings]}, rows)
-
-
-SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-SLOW_GB_PER_S = 0.1
-"""Throughput of a network of 1 Gbit/s."""
-MOST_ERROR = 1e-6
-MEASURED_S = 2.0
 
 
 def check_averaging(group: WorkerGroup) -> CheckResult:

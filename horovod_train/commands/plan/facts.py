@@ -1,8 +1,6 @@
-"""For `plan`: what a run on N ranks takes, in numbers. Reads the records' index, no records; needs no TensorFlow.
+"""For `plan`: what a run on N ranks takes, in numbers, and from which checkpoint it would resume. Needs no TensorFlow.
 
-The sizes are those of the model, which is built elsewhere; see model.
-
-For `plan`: the checkpoint that a run would resume from. Reads manifests, no arrays; needs no TensorFlow.
+Reads the records' index and manifests, no records and no arrays. Sizes are those of the model, which `model` builds.
 """
 
 from __future__ import annotations
@@ -25,8 +23,24 @@ from horovod_train.data.sampler import Plan, padding_share
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 
 Facts = dict[str, Any]
-
 _RATE_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the manifest of a checkpoint says. size: bytes of its files. ranks: None if it does not say."""
+
+    folder: Path
+    step: int
+    ranks: int | None
+    size: int
+    config: Mapping[str, Any]
+    began_at: str
+
+    @property
+    def global_batch_size(self) -> int | None:
+        size = self.config.get("data", {}).get("global_batch_size")
+        return size if isinstance(size, int) else None
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,30 @@ class Pace:
 
     examples_per_s: float | None
     time_s: float | None
+
+
+def find_resume(config: Config) -> tuple[Start | None, list[str]]:
+    """Return the checkpoint that a run of this config would resume from, and sentences about others that it skips.
+
+    Finds it as the run does, but checks only its manifest and the sizes of its files. Raises UserError if the run would
+    refuse to start.
+    """
+    if config.output_dir is None:
+        return None, []
+    folder = Path(config.output_dir) / CHECKPOINTS
+    point = find_start(folder, config.checkpoint.resume, _read)
+    notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in point.damaged.items()]
+    return point.checkpoint, [*notes, *filter(None, [point.explanation()])]
+
+
+def _read(folder: Path) -> Start:
+    manifest = read_manifest(folder)
+    try:
+        size = sum(file["bytes"] for file in manifest["files"].values())
+        config, began_at = manifest.get("config") or {}, manifest.get("began_at") or ""
+        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, config, began_at)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its manifest lacks what plan shows: {error}") from error
 
 
 def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
@@ -247,44 +285,3 @@ def _second_look(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{config.output_dir} holds this run's last step already: there is nothing left to train"
     if data.stage_dir:
         yield f"data.stage_dir: {data.stage_dir} is a folder of the nodes and was not looked at from here"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What the manifest of a checkpoint says. size: bytes of its files. ranks: None if it does not say."""
-
-    folder: Path
-    step: int
-    ranks: int | None
-    size: int
-    config: Mapping[str, Any]
-    began_at: str
-
-    @property
-    def global_batch_size(self) -> int | None:
-        size = self.config.get("data", {}).get("global_batch_size")
-        return size if isinstance(size, int) else None
-
-
-def find_resume(config: Config) -> tuple[Start | None, list[str]]:
-    """Return the checkpoint that a run of this config would resume from, and sentences about others that it skips.
-
-    Finds it as the run does, but checks only its manifest and the sizes of its files. Raises UserError if the run would
-    refuse to start.
-    """
-    if config.output_dir is None:
-        return None, []
-    folder = Path(config.output_dir) / CHECKPOINTS
-    point = find_start(folder, config.checkpoint.resume, _read)
-    notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in point.damaged.items()]
-    return point.checkpoint, [*notes, *filter(None, [point.explanation()])]
-
-
-def _read(folder: Path) -> Start:
-    manifest = read_manifest(folder)
-    try:
-        size = sum(file["bytes"] for file in manifest["files"].values())
-        config, began_at = manifest.get("config") or {}, manifest.get("began_at") or ""
-        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, config, began_at)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its manifest lacks what plan shows: {error}") from error

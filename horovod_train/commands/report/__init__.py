@@ -3,8 +3,6 @@
 python -m horovod_train.main report runs/a runs/b --out report.html
 
 The page holds curves, starts and settings of one run, or of several side by side. It loads nothing from a server.
-
-For `report`: the page, which holds all that it shows and asks nothing of any server.
 """
 
 from __future__ import annotations
@@ -24,28 +22,8 @@ from horovod_train.output.console import to_stdout
 from horovod_train.output.removal import Artifact, begins
 from horovod_train.shown_text import printable, without_secrets
 
-_PAGE = Artifact("a report", r".+\.html", content_matches=lambda path: begins(path, HEAD))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the output_dir of a run")
-    parser.add_argument(
-        "--out", default="report.html", metavar="FILE.html", help="the page to write; default: %(default)s"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    out = Path(arguments.out)
-    if out.suffix != ".html":
-        raise UserError(f"--out: expected a name that ends in .html; received {out}.")
-    check_out("--out", arguments.out, _PAGE)
-    page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
-    write_out("--out", arguments.out, page, _PAGE)
-    to_stdout(f"{out}: {len(page) / 1e6:.1f} MB")
-    return 0
-
-
 HEAD = "<!doctype html>\n<!-- Written by horovod_train: a report of runs -->\n"
+_PAGE = Artifact("a report", r".+\.html", content_matches=lambda path: begins(path, HEAD))
 _ROWS_SHOWN = 20
 _OF_A_START = ["began", "ranks", "root on", "by", "steps", "training s", "evaluating s", "saving s", "start s", "end"]
 
@@ -68,6 +46,24 @@ figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 28rem; hei
 figcaption { font-weight: 600; }
 pre { background: var(--soft); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the output_dir of a run")
+    parser.add_argument(
+        "--out", default="report.html", metavar="FILE.html", help="the page to write; default: %(default)s"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out)
+    if out.suffix != ".html":
+        raise UserError(f"--out: expected a name that ends in .html; received {out}.")
+    check_out("--out", arguments.out, _PAGE)
+    page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
+    write_out("--out", arguments.out, page, _PAGE)
+    to_stdout(f"{out}: {len(page) / 1e6:.1f} MB")
+    return 0
 
 
 def build_page(runs: Sequence[Run]) -> str:

@@ -1,7 +1,4 @@
-"""For `report`: which charts there are, and the points of their curves.
-
-For `report`: charts and timelines as SVG, by matplotlib. The page sets their colours, by CSS variables.
-"""
+"""For `report`: which charts there are, and charts and timelines as SVG, by matplotlib. The page sets their colours."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from typing import Any, NamedTuple
 
 from horovod_train.commands.report.story import Run
 from horovod_train.config.registry import import_extra
-from horovod_train.output.metrics import Row
 from horovod_train.shown_text import printable
 
 MOST_POINTS = 1000
@@ -36,6 +32,26 @@ UNITS = {
     "learning_rate": "learning rate",
 }
 """Values that are no metrics of the model, with what their axis says."""
+_CURVES = 6
+_INK, _GRID = "#010101", "#020202"
+_VARIABLES = {_INK: "currentColor", _GRID: "var(--grid)"}
+_VARIABLES |= {f"#0304{number:02x}": f"var(--curve-{number})" for number in range(_CURVES)}
+_PHASES = ("train", "evaluate", "save", "compile", "start")
+"""In the order of the legend. What is none of them, such as reading an index, belongs to the start."""
+
+_STYLE: dict[str, Any] = {
+    "text.parse_math": False,  # a metric may be named with two $
+    "svg.fonttype": "none",  # text stays text, for search and screen readers
+    "svg.hashsalt": "report",
+    "path.simplify": False,  # each point is a row of metrics.jsonl
+    "font.size": 9,
+    "lines.markersize": 3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+    "grid.color": _GRID,
+}
 
 
 class Curve(NamedTuple):
@@ -79,17 +95,12 @@ def _curves(runs: Sequence[Run], name: str, time_unit_s: float | None) -> Iterat
     for index, run in enumerate(runs):
         for split in dict.fromkeys(row.split for row in run.rows):
             rows = [row for row in run.rows if row.split == split and name in row.values]
-            points = [
-                (row.step if time_unit_s is None else row.seconds / time_unit_s, _value(row, name)) for row in rows
-            ]
+            times = [row.step if time_unit_s is None else row.seconds / time_unit_s for row in rows]
+            values = [math.nan if (value := row.values[name]) is None else float(value) for row in rows]
+            points = list(zip(times, values, strict=True))
             if points:
                 thinned = thin(points, MOST_POINTS)
                 yield Curve(index, split, [x for x, _ in thinned], [y for _, y in thinned])
-
-
-def _value(row: Row, name: str) -> float:
-    value = row.values[name]
-    return math.nan if value is None else float(value)
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
@@ -103,14 +114,6 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
         finite = [index for index in stretch if not math.isnan(points[index][1])] or list(stretch[:1])
         indices |= {min(finite, key=lambda index: points[index][1]), max(finite, key=lambda index: points[index][1])}
     return [points[index] for index in sorted(indices)]
-
-
-_CURVES = 6
-_INK, _GRID = "#010101", "#020202"
-_VARIABLES = {_INK: "currentColor", _GRID: "var(--grid)"}
-_VARIABLES |= {f"#0304{number:02x}": f"var(--curve-{number})" for number in range(_CURVES)}
-_PHASES = ("train", "evaluate", "save", "compile", "start")
-"""In the order of the legend. What is none of them, such as reading an index, belongs to the start."""
 
 
 class Drawer:
@@ -128,8 +131,9 @@ class Drawer:
             for number, curve in enumerate(chart.curves):
                 label = printable(" ".join([*([runs[curve.run].name] if len(runs) > 1 else []), curve.split]))
                 color = curve.run if len(runs) > 1 else int(curve.split == "eval")
+                dashes = "-" if curve.split == "train" else "--"
                 marker = "o" if curve.split == "eval" or len(curve.x) < 3 else ""
-                (line,) = axes.plot(curve.x, curve.y, _dashes(curve.split), color=_color(color), marker=marker)
+                (line,) = axes.plot(curve.x, curve.y, dashes, color=_color(color), marker=marker)
                 line.set(label=label, gid=f"curve-{number}")
             axes.set(xlabel=chart.x_label, ylabel=printable(chart.y_label))
             axes.grid(visible=True)
@@ -157,25 +161,6 @@ class Drawer:
             axes.invert_yaxis()
             axes.legend(frameon=False, ncols=len(_PHASES), loc="lower left", bbox_to_anchor=(0, 1))
             return _svg(figure, name)
-
-
-_STYLE: dict[str, Any] = {
-    "text.parse_math": False,  # a metric may be named with two $
-    "svg.fonttype": "none",  # text stays text, for search and screen readers
-    "svg.hashsalt": "report",
-    "path.simplify": False,  # each point is a row of metrics.jsonl
-    "font.size": 9,
-    "lines.markersize": 3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
-    "grid.color": _GRID,
-}
-
-
-def _dashes(split: str) -> str:
-    return "-" if split == "train" else "--"
 
 
 def _color(number: int) -> str:

@@ -1,8 +1,7 @@
 """Trackers of experiments: MLflow, W&B, CSV files or a class of the user's, which get what metrics.jsonl gets.
 
-To add one: a file here with a class like `Tracker` in tracker, and a line in TRACKERS in build.
-
-Makes the trackers that a config names, and hands rows to all of them.
+Makes those that a config names, and hands rows to all of them. To add one: a file here with a class like `Tracker` in
+sender, and a line in TRACKERS.
 """
 
 from __future__ import annotations
@@ -74,12 +73,6 @@ def load_trackers(specs: Sequence[Spec]) -> list[Callable[..., Tracker]]:
 def build_trackers(specs: Sequence[Spec]) -> list[Tracker]:
     """Make the trackers of log.trackers. Raises UserError if an option is wrong or a package is missing."""
     return [_build(tracker_class, spec) for tracker_class, spec in zip(load_trackers(specs), specs, strict=True)]
-
-
-def open_trackers(specs: Sequence[Spec], run_dir: Path) -> Trackers:
-    """Make the trackers, for root. Raises UserError as build_trackers does."""
-    trackers = zip(specs, build_trackers(specs), strict=True)
-    return Trackers([Sender(spec.name, tracker, run_dir) for spec, tracker in trackers])
 
 
 def _build(tracker_class: Callable[..., Tracker], spec: Spec) -> Tracker:

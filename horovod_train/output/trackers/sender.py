@@ -1,10 +1,7 @@
 """Hands rows of metrics to one tracker, from a thread, so that a tracker can neither slow down nor end training.
 
-Rows wait in a bounded queue. Does not know what a tracker does with them; see tracker.
-
-trackers/NAME.json in the run directory: the id of the run in that tracker, and what has been logged there.
-
-What a tracker of experiments must do. Does not decide when, and does not wait for it; see sender.
+Says what a tracker must do, but not what it does with rows, which wait in a bounded queue. trackers/NAME.json in the
+run directory holds the id of the run in that tracker, and what has been logged there.
 """
 
 from __future__ import annotations
@@ -28,14 +25,97 @@ from horovod_train.output.removal import Artifact, begins
 
 MOST_ROWS = 10_000
 """Rows that wait; beyond them the oldest are dropped. Some tens of MB."""
-
 CONNECT_WITHIN_S = 120.0
 """How long the first start of a run waits for a tracker."""
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a failed call is repeated; each pause is twice as long as the one before."""
+_RECORD = Artifact(
+    "the record of a run's tracker", r".+\.json", content_matches=lambda path: begins(path, '{"run_id": ')
+)
 
 log = logging.getLogger(__name__)
+
+Ended = Literal["done", "stopped", "failed"]
+"""How a start of a run ended. stopped: it has saved its state and can be started again."""
+
+
+class Row(NamedTuple):
+    """A line of metrics. split: "train" or "eval"; time: seconds since 1970; values: may be NaN or infinite."""
+
+    step: int
+    epoch: int
+    split: str
+    values: Mapping[str, float]
+    time: float
+
+
+class Tracker(Protocol):
+    """Keeps the metrics of a run. Root makes it with the options of the config, which must not connect to anything.
+
+    All other calls come from one thread, one after another. What they raise never ends training: ValueError and
+    TypeError mean that the tracker refuses a row, which is left out; after any other exception the call is repeated.
+    Only the first start of a run is refused if `start` raises.
+
+    A tracker that can tell what it has kept may also have `last_steps() -> dict[str, int]`: by split, the last step.
+    Otherwise the run directory remembers what was logged.
+    """
+
+    def start(self, directory: Path, run_id: str | None, step: int, config: Mapping[str, Any]) -> str:
+        """Begin a run, or continue the run of that id at `step`; return its id.
+
+        directory: of the run. config: all settings, as plain mappings, lists and scalars.
+        """
+
+    def log(self, row: Row) -> None:
+        """Keep one row. Each step of a split is logged once, also if the run is resumed from an earlier step."""
+
+    def finish(self, ended: Ended, files: Sequence[Path]) -> None:
+        """Keep these files of the run directory, and return when all is kept."""
+
+
+class Record:
+    """What root knows of one tracker. A disk that is full costs one warning."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._path = run_dir / "trackers" / f"{name.replace(':', '.')}.json"
+        self.run_id: str | None = None
+        self.logged: dict[str, int] = {}
+        """By split, the last step that was logged."""
+        self._is_failing = False
+
+    def load(self) -> None:
+        """Read what an earlier start has written, if anything. Raises UserError."""
+        if not self._path.exists():
+            return
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            self.run_id = str(content["run_id"])
+            self.logged = {str(split): int(step) for split, step in content["logged"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"log.trackers: {self._path}: expected a record of a run's tracker: {error}. Remove the file to begin "
+                "a new run in the tracker."
+            ) from error
+
+    def save_first(self) -> None:
+        """Write it where nothing may fail yet. Raises UserError."""
+        with must_be_writable(self._path):
+            self._write()
+
+    def save(self) -> None:
+        try:
+            self._write()
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                lost = "After a kill, the tracker may get rows twice."
+                log.warning(f"{self._path} cannot be written: {error.strerror}. {lost} Training continues.")
+            self._is_failing = True
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        content = {"run_id": self.run_id, "logged": self.logged}
+        write_atomically(self._path, json_text(content) + "\n", _RECORD, sync=False)
 
 
 class Sender:
@@ -204,91 +284,3 @@ class Sender:
         short = text if len(text) <= 300 else f"{text[:300]} …"
         where = raised_at(error) if ":" in self._name else ""  # of the user's own class
         return f"{type(error).__name__}{': ' * bool(short)}{short.rstrip('.')}{where}."
-
-
-_RECORD = Artifact(
-    "the record of a run's tracker", r".+\.json", content_matches=lambda path: begins(path, '{"run_id": ')
-)
-
-
-class Record:
-    """What root knows of one tracker. A disk that is full costs one warning."""
-
-    def __init__(self, run_dir: Path, name: str) -> None:
-        self._path = run_dir / "trackers" / f"{name.replace(':', '.')}.json"
-        self.run_id: str | None = None
-        self.logged: dict[str, int] = {}
-        """By split, the last step that was logged."""
-        self._is_failing = False
-
-    def load(self) -> None:
-        """Read what an earlier start has written, if anything. Raises UserError."""
-        if not self._path.exists():
-            return
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            self.run_id = str(content["run_id"])
-            self.logged = {str(split): int(step) for split, step in content["logged"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"log.trackers: {self._path}: expected a record of a run's tracker: {error}. Remove the file to begin "
-                "a new run in the tracker."
-            ) from error
-
-    def save_first(self) -> None:
-        """Write it where nothing may fail yet. Raises UserError."""
-        with must_be_writable(self._path):
-            self._write()
-
-    def save(self) -> None:
-        try:
-            self._write()
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                lost = "After a kill, the tracker may get rows twice."
-                log.warning(f"{self._path} cannot be written: {error.strerror}. {lost} Training continues.")
-            self._is_failing = True
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        content = {"run_id": self.run_id, "logged": self.logged}
-        write_atomically(self._path, json_text(content) + "\n", _RECORD, sync=False)
-
-
-Ended = Literal["done", "stopped", "failed"]
-"""How a start of a run ended. stopped: it has saved its state and can be started again."""
-
-
-class Row(NamedTuple):
-    """A line of metrics. split: "train" or "eval"; time: seconds since 1970; values: may be NaN or infinite."""
-
-    step: int
-    epoch: int
-    split: str
-    values: Mapping[str, float]
-    time: float
-
-
-class Tracker(Protocol):
-    """Keeps the metrics of a run. Root makes it with the options of the config, which must not connect to anything.
-
-    All other calls come from one thread, one after another. What they raise never ends training: ValueError and
-    TypeError mean that the tracker refuses a row, which is left out; after any other exception the call is repeated.
-    Only the first start of a run is refused if `start` raises.
-
-    A tracker that can tell what it has kept may also have `last_steps() -> dict[str, int]`: by split, the last step.
-    Otherwise the run directory remembers what was logged.
-    """
-
-    def start(self, directory: Path, run_id: str | None, step: int, config: Mapping[str, Any]) -> str:
-        """Begin a run, or continue the run of that id at `step`; return its id.
-
-        directory: of the run. config: all settings, as plain mappings, lists and scalars.
-        """
-
-    def log(self, row: Row) -> None:
-        """Keep one row. Each step of a split is logged once, also if the run is resumed from an earlier step."""
-
-    def finish(self, ended: Ended, files: Sequence[Path]) -> None:
-        """Keep these files of the run directory, and return when all is kept."""

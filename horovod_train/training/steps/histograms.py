@@ -19,7 +19,7 @@ from horovod_train.config.registry import suggest
 from horovod_train.data.pipeline.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
-from horovod_train.output.graph import PARTS, fold, show_branches
+from horovod_train.output.tensorboard import PARTS, fold, show_branches
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import by_unique_name
 

@@ -22,7 +22,7 @@ from horovod_train.checkpoint.tensors import Facts, verify, write
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
-from horovod_train.output.run_dir import NullOutput, RunOutput
+from horovod_train.output.run_dir import Output, RunOutput
 from horovod_train.training.hooks.save import Save
 from horovod_train.training.run_record import Stopwatch
 from horovod_train.training.state import Copies, TrainState
@@ -120,7 +120,7 @@ def run_of(store: CheckpointStore) -> Any:
         checkpoint=None,
         config=Config(),
         group=Alone(),
-        output=NullOutput(),
+        output=Output(),
         parts=SimpleNamespace(
             best=best,
             callbacks=callbacks,

@@ -363,7 +363,7 @@ def test_it_answers_without_tensorflow(tmp_path: Path) -> None:
     run.end(0, "failed", 1, error="ValueError: no luck")
     script = (
         "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
-        "import argparse; from horovod_train.commands.explain import command as explain\n"
+        "import argparse; from horovod_train.commands import explain\n"
         "parser = argparse.ArgumentParser(); explain.add_arguments(parser)\n"
         f"sys.exit(explain.run(parser.parse_args([{str(tmp_path)!r}, '--json'])))"
     )

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from horovod_train.commands.cli import Parser, add_config_arguments, config_parts, split_overrides
+from horovod_train.commands.evaluate import FIGURES
 from horovod_train.commands.explain import explain, resumes_by_itself
 from horovod_train.commands.watch import Follower
 from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.inference.artifacts import FIGURES, PREDICTIONS
+from horovod_train.inference.predictions import PREDICTIONS
 from horovod_train.output.metrics import METRICS, PARAMETERS, TIMES, MetricsFile
 from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
 from horovod_train.output.removal import Artifact, NotOurs, check
@@ -73,13 +74,13 @@ def test_every_config_that_is_given_counts() -> None:
     parser = Parser()
     add_config_arguments(parser)
     words = config_parts(parser.parse_args(["--config", "a.yaml", "seed=5", "--config", "b.yaml"]))
-    assert (words.files, words.overrides) == (["a.yaml", "b.yaml"], ["seed=5"])
+    assert words == (["a.yaml", "b.yaml"], ["seed=5"])
 
 
 def test_a_path_may_have_an_equals_sign(tmp_path: Path) -> None:
     (tmp_path / "lr=0.1").mkdir()
     words = split_overrides([str(tmp_path / "lr=0.1"), "lr_schedule.base_lr=0.1"])
-    assert (words.files, words.overrides) == ([str(tmp_path / "lr=0.1")], ["lr_schedule.base_lr=0.1"])
+    assert words == ([str(tmp_path / "lr=0.1")], ["lr_schedule.base_lr=0.1"])
 
 
 def test_a_name_that_is_no_function_is_one_line() -> None:

@@ -12,7 +12,7 @@ from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog import state as watch_state
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.distributed.watchdog.state import Cause, HostClaim, WatchState, open_host_claim
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 
 HOSTS = ("here", "here", "here", "there", "there")
 
@@ -61,7 +61,7 @@ def states(claims: list[HostClaim | None]) -> list[WatchState]:
     made = []
     for rank, claim in enumerate(claims):
         group, limits = Group(rank), WatchConfig()
-        state = WatchState(group, NullRankLog(), limits, NoTransport(), [0, rank], claim)  # type: ignore[arg-type]
+        state = WatchState(group, RankLog(), limits, NoTransport(), [0, rank], claim)  # type: ignore[arg-type]
         made.append(state)
     return made
 

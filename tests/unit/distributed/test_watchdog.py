@@ -16,7 +16,7 @@ from horovod_train.distributed.watchdog.stall_detector import intervals
 from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 
 SIZE = 3
 
@@ -66,7 +66,7 @@ class Root:
 @pytest.fixture
 def root() -> Iterator[Root]:
     server = Server("127.0.0.1", SIZE)
-    state = WatchState(Group(), NullRankLog(), LIMITS, server, watched=range(SIZE))  # type: ignore[arg-type]
+    state = WatchState(Group(), RankLog(), LIMITS, server, watched=range(SIZE))  # type: ignore[arg-type]
     role = Counting(state, server)
     WatchThread(state, role).start()
     yield Root(server, role)

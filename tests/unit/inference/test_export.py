@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.commands.cli import check_out
+from horovod_train.commands.export import KERAS_FILE, SAVED_MODEL
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
-from horovod_train.inference.artifacts import KERAS_FILE, SAVED_MODEL
 from horovod_train.inference.export import write_model
 from horovod_train.models import MODELS, build_model
 

@@ -1,4 +1,4 @@
-"""Where log lines go during a run: root's console, the file of each rank, and nothing of it afterwards."""
+"""Where log lines go during a run: root's console and the file of each rank. How TensorFlow is loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conftest import run_process
 
 from horovod_train.output import logs
 from horovod_train.output.rank_log import make_folder, open_rank_log
@@ -138,3 +139,19 @@ sys.exit(75)
     with open("/dev/full", "w") as full:
         finished = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=full, env={**os.environ})
     assert finished.returncode == 75
+
+
+def test_keras_is_loaded_without_libraries_that_can_be_imported_afterwards() -> None:
+    script = """
+import sys
+from horovod_train.output import logs
+logs.load_tensorflow()
+assert "keras" in sys.modules
+print({"sklearn", "matplotlib"} & set(sys.modules))
+from sklearn.datasets import load_digits
+print(load_digits().data.shape)
+"""
+    finished = run_process([sys.executable, "-c", script])
+    assert finished.stdout.split("\n")[:2] == ["set()", "(1797, 64)"], finished.text
+    plain = run_process([sys.executable, "-c", "import keras, sys; print('sklearn' in sys.modules)"])
+    assert plain.stdout.strip() == "True", plain.text

@@ -34,7 +34,7 @@ IMPORTS_HOROVOD_TOO = PACKAGE / "commands" / "bench" / "peer_programs" / "stock_
 MAY_READ_ENVIRONMENT = {"main", "distributed"}
 READS_ENVIRONMENT_TOO = {
     PACKAGE / "output" / "logs.py",
-    PACKAGE / "commands" / "slurm" / "options.py",  # where a user keeps settings of programs
+    PACKAGE / "commands" / "slurm.py",  # where a user keeps settings of programs
     PACKAGE / "commands" / "build_horovod.py",  # settings of compilers
 }
 

@@ -1,8 +1,10 @@
-"""Texts of errors, of this package and of libraries, are shown as one line."""
+"""Texts of errors, of this package and of libraries, are shown as one line. A failed program ends immediately."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import pytest
 from test_architecture import FILES
@@ -31,3 +33,36 @@ def test_no_other_function_makes_one_line_of_a_text() -> None:
             if words.startswith("' '.join(") and words.endswith(".split())"):
                 found.append(path.name)
     assert found == ["errors.py"]
+
+
+NEVER_FREED = """
+import atexit, os
+from horovod_train import main
+
+class Held:
+    def __del__(self):
+        print("is freed", flush=True)
+        os.read(os.pipe()[0], 1)
+
+def train():
+    atexit.register(print, "Horovod's end", flush=True)
+    return {exit_code}
+
+held = Held()
+main.main = train
+main.entry()
+"""
+
+
+def test_a_failed_program_does_not_wait_for_what_python_frees_at_its_end() -> None:
+    """A failed run ended a minute late, or with the exit code of an alarm, waiting for an iterator of tf.data."""
+    code = NEVER_FREED.replace("{exit_code}", "2")
+    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert (failed.returncode, failed.stdout) == (2, "Horovod's end\n")
+    code = NEVER_FREED.replace("{exit_code}", "0")  # the negative: nothing else ends it
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert done.stdout is not None
+    assert [done.stdout.readline(), done.stdout.readline()] == ["Horovod's end\n", "is freed\n"]
+    done.kill()
+    done.wait()
+    done.stdout.close()

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.output.graph import fold, show_branches
+from horovod_train.output.tensorboard import fold, show_branches
 from horovod_train.training.steps.histograms import check_names
 
 
