@@ -211,7 +211,7 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     if not continues:
         raise state.divergence(run.group)
     to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
-    stopping.note_time_to_safe_step(clock.s_per_step() * to_safe_step)
+    stopping.margin.time_to_safe_step_s = clock.s_per_step() * to_safe_step
     return step
 
 

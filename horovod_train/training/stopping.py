@@ -169,10 +169,6 @@ class StopCoordinator:
         """Note how long a user's hook or callback took."""
         self.margin.hook_s = max(self.margin.hook_s, seconds)
 
-    def note_time_to_safe_step(self, seconds: float) -> None:
-        """Note how long it may take from now until a step at which the run can stop and a vote takes place."""
-        self.margin.time_to_safe_step_s = seconds
-
     def vote(self) -> StopReason | None:
         """Collective: return why the run must stop now, or None; the same on all ranks."""
         local_reasons = self._reasons()
