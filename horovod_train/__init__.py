@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Serve `horovod_train.run` as `horovod.run`, loaded when it is asked for."""
     if name == "run":
-        from horovod_train.distributed.launch.local import run
+        from horovod_train.distributed.launch.run_function import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Start ranks on this host, in the way that exchanges fastest here. Does not import TensorFlow.
+"""Start ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
 
 python -m horovod_train.distributed.launch.local 4      prints the command that starts 4 ranks, for scripts/run_local.sh
 """
@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal
-
-from horovod.runner import run as run  # for Python programs: call a function on several ranks
 
 Way = Literal["mpirun", "horovodrun"]
 
