@@ -9,7 +9,7 @@ memory of the process (VmHWM) exceeds that of a run without saves; 1 is a proces
 
 python benchmarks/saves.py --np 2 --convnet
 
-The same for the small convnet of `bench exchange`: images of 28×28, 64 a rank.
+The same for the small convnet of models/convnet.py: images of 28×28, 64 a rank.
 """
 
 from __future__ import annotations

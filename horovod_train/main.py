@@ -53,7 +53,7 @@ COMMANDS = {
     "report": ("horovod_train.commands.report", "one page of what runs were: curves, starts, settings"),
     "slurm": ("horovod_train.commands.slurm", "print a batch script for a config, ready for sbatch"),
     "build-horovod": ("horovod_train.commands.build_horovod", "compile Horovod for this TensorFlow, and install it"),
-    "bench": ("horovod_train.commands.bench", "measure how fast records are read and gradients exchanged"),
+    "bench": ("horovod_train.commands.bench", "measure how fast your records are read and your config trains"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 

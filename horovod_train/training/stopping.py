@@ -54,8 +54,8 @@ SAVES_FAILED = StopReason(_SAVES, restartable=True)
 def seconds_between_votes(ranks: int, *, is_ring: bool) -> float:
     """Return how often ranks vote, so that votes take less than one percent of the time.
 
-    is_ring: gloo's collectives go round all ranks, so a vote takes longer the more there are: by `bench exchange
-    --np 1,2,4,8`, with 20 µs for a message, one percent of a second from 125 ranks on.
+    is_ring: gloo's collectives go round all ranks, so a vote takes longer the more there are: by
+    benchmarks/projection.py, with 20 µs for a message, one percent of a second from 125 ranks on.
     """
     return SECONDS_BETWEEN_VOTES * (max(1.0, ranks / RING_RANKS) if is_ring else 1.0)
 

@@ -1,6 +1,7 @@
-"""The command `bench`: measures a part of the trainer against other ways to do the same, taking turns.
+"""The command `bench`: measures how fast a user's data is read, and a user's config trains, on this host.
 
 python -m horovod_train.main bench input data/digits/train
+python -m horovod_train.main bench scaling --config configs/digits_convnet.yaml --np 1,2
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import importlib
 
 KINDS = {
     "input": ("horovod_train.commands.bench.input", "reading, parsing and batching, on one rank"),
-    "exchange": ("horovod_train.commands.bench.exchange", "ways for the ranks of this host to exchange gradients"),
     "scaling": ("horovod_train.commands.bench.scaling", "a config on 1, 2, 4 … ranks of this host"),
-    "peers": ("horovod_train.commands.bench.peers", "stock Horovod, tf.distribute and PyTorch beside this project"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 

@@ -42,7 +42,7 @@ def launch_command(way: Way, ranks: int) -> list[str]:
 def best_way() -> tuple[Way, str]:
     """Return how to start ranks on this host, and why: MPI if it works, because it exchanges in shared memory.
 
-    With GPUs both are equal, because NCCL exchanges. Measured by `bench exchange`; see docs/tools.md.
+    With GPUs both are equal, because NCCL exchanges. Measured by benchmarks/exchange.py; see docs/tools.md.
     """
     problem = mpi_problem()
     if problem is None:

@@ -75,7 +75,7 @@ def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[s
 
 
 def _by_library(library: Library, *, has_gpu: bool) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield defaults measured by `bench exchange`; the figures are in docs/tools.md."""
+    """Yield defaults measured by benchmarks/exchange.py; the figures are in docs/tools.md."""
     if library == "MPI":
         yield YIELDS, ("1", "a rank that waits leaves its cores to those that compute")
     elif library == "gloo":

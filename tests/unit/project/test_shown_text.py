@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import io
 
 import pytest
+from rich.console import Console
 from test_architecture import FILES
 
+from horovod_train.commands.cli import build_table
 from horovod_train.errors import RunError, UserError
 from horovod_train.shown_text import error_line, holds_secret, printable, without_secrets
 
@@ -49,6 +52,12 @@ def test_an_error_is_one_short_line(text: str) -> None:
     assert len(line) <= 2000
     assert max(map(len, line.split())) <= 200
     assert error_line(line) == line == str(RunError(text))
+
+
+def test_cells_of_a_table_are_text_and_not_markup() -> None:
+    file = io.StringIO()
+    Console(file=file, width=40).print(build_table(("type",), [("list[str]",)], left=("type",)))
+    assert "list[str]" in file.getvalue()
 
 
 def test_what_is_drawn_or_written_passes_the_one_place_for_it() -> None:

@@ -1,4 +1,4 @@
-"""`bench peers` compares trainings that exchange, and refuses words that it cannot use."""
+"""benchmarks/peers.py compares trainings that exchange, and refuses words that it cannot use."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import sys
 import time
 from pathlib import Path
 
+import peers
 import pytest
-from conftest import run_process
+from conftest import PROJECT, run_process
+from peers import BARE, CEILING, table
+from rank_programs import timing
 
-from horovod_train.commands.bench import peer_run
-from horovod_train.commands.bench.peer_programs import timing
-from horovod_train.commands.bench.peers import BARE, CEILING, PROJECT, table
 from horovod_train.errors import RunError
-from horovod_train.main import main
+
+OURS = peers.PROJECT
 
 
 def test_ratios_are_of_medians_and_of_the_fastest_way_of_this_project() -> None:
     rates = {
         CEILING: [1000.0, 900.0, 2000.0],
-        f"{PROJECT} over MPI": [800.0, 850.0, 100.0],
-        f"{PROJECT} over gloo": [500.0, 500.0, 500.0],
+        f"{OURS} over MPI": [800.0, 850.0, 100.0],
+        f"{OURS} over gloo": [500.0, 500.0, 500.0],
         "another": [400.0, 300.0, 900.0],
     }
     _, _, *rows = table(rates, records=100)
     assert rows == [
         f"| {CEILING} | 1,000 | 10.0 | 900 to 2,000 | 1.00 | 1.25 |",
-        f"| {PROJECT} over MPI | 800 | 8.0 | 100 to 850 | 0.80 | 1.00 |",
-        f"| {PROJECT} over gloo | 500 | 5.0 | 500 to 500 | 0.50 | 0.62 |",
+        f"| {OURS} over MPI | 800 | 8.0 | 100 to 850 | 0.80 | 1.00 |",
+        f"| {OURS} over gloo | 500 | 5.0 | 500 to 500 | 0.50 | 0.62 |",
         "| another | 400 | 4.0 | 300 to 900 | 0.40 | 0.50 |",
     ]
     *_, row = table({CEILING: [10.0], "another": [5.0]}, records=10)
     assert row == "| another | 5 | 0.5 | 5 to 5 | 0.50 | — |"
-    *_, row = table({BARE: [10.0], PROJECT: [5.0]}, records=10)
-    assert row == f"| {PROJECT} | 5 | 0.5 | 5 to 5 | 0.50 | 1.00 |"
+    *_, row = table({BARE: [10.0], OURS: [5.0]}, records=10)
+    assert row == f"| {OURS} | 5 | 0.5 | 5 to 5 | 0.50 | 1.00 |"
 
 
 def test_the_first_fifth_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +56,10 @@ def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, s
         found = {"records_per_s": 100.0, "weights_sha256": "a" if same else f"{rank}"}
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(found))
     if same:
-        assert peer_run._read("other", tmp_path, 2) == 100.0
+        assert peers.read_speed(tmp_path, 2) == 100.0
     else:
         with pytest.raises(RunError, match="its ranks have ended with different weights: they train 2 models"):
-            peer_run._read("other", tmp_path, 2)
+            peers.read_speed(tmp_path, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,40 +70,38 @@ def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, s
         (["--steps", "10"], "--steps must be at least 100; received 10."),
         (["--system", "mlp", "--steps", "1999"], "--steps must be at least 2000; received 1999."),
         (["--records", "100", "--np", "2"], "--records must be at least 128"),
-        (["--json", __file__], "expected a new file in a folder that exists"),
         (["--only", "jax"], "--only ['jax']: no contender's name holds it; there are "),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "peers", *words]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: bench peers: ")
-    assert expected in line
+def test_bad_words_are_one_line(
+    words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        peers.main()
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("system", "steps"), [("convnet", 100), ("mlp", 2000)])
-def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path, system: str, steps: int) -> None:
+def test_stock_horovod_and_tf_distribute_run_beside_this_project(system: str, steps: int) -> None:
     names = [word for name in ("over gloo", "MultiWorker") for word in ("--only", name)]
-    found = measured(tmp_path, "--system", system, "--steps", str(steps), *names)
+    found = measured("--system", system, "--steps", str(steps), *names)
     tuned = ["stock"] * (system == "mlp")
     firsts = [name.split()[0] for name in found if not name.startswith("PyTorch")]
     assert firsts == ["this", "this", "stock", *tuned, "tf.distribute"]
 
 
 @pytest.mark.long
-def test_one_rank_runs_beside_a_loop_of_tensorflow(tmp_path: Path) -> None:
-    assert list(measured(tmp_path, "--np", "1", "--system", "mlp", "--steps", "2000")) == [BARE, PROJECT]
+def test_one_rank_runs_beside_a_loop_of_tensorflow() -> None:
+    assert list(measured("--np", "1", "--system", "mlp", "--steps", "2000")) == [BARE, OURS]
 
 
-def measured(folder: Path, *words: str) -> dict[str, list[float]]:
+def measured(*words: str) -> dict[str, list[float]]:
     """Records a second by contender, of one round."""
-    command = [sys.executable, "-m", "horovod_train.main", "bench", "peers", *words]
-    few = ["--rounds", "1", "--records", "640", "--json", str(folder / "a.json")]
-    finished = run_process([*command, *few])
+    command = [sys.executable, str(PROJECT / "benchmarks" / "peers.py"), *words]
+    finished = run_process([*command, "--rounds", "1", "--records", "640", "--json"])
     assert finished.returncode == 0, finished.text
-    found: dict[str, list[float]] = json.loads((folder / "a.json").read_text())["records_per_s"]
+    found: dict[str, list[float]] = json.loads(finished.stdout)["records_per_s"]
     assert all(len(rates) == 1 and rates[0] > 0 for rates in found.values())
-    assert all(f"| {name} |" in finished.stdout for name in found)
-    assert {path.name for path in folder.iterdir()} == {"a.json"}
     return found

@@ -1,7 +1,6 @@
-"""What the programs share: their arguments, the records, and how the speed is measured. Needs NumPy only.
+"""What the rank programs share: what they train, their arguments, the records, and how speed is measured.
 
-Each program trains one of SYSTEMS on records in main memory, shuffled. All ranks time the same steps; each writes
-records per second over all of them, and a digest of its weights, which must be the same on all.
+Needs NumPy only, so that a program loads no other framework than its own.
 """
 
 from __future__ import annotations
@@ -11,12 +10,16 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+SEARCH_PATH = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+}
+"""The environment in which `python -m rank_programs.NAME` works."""
 SCALE, OFFSET = 1 / 255, -0.5
 """Pixels become SCALE · pixel + OFFSET."""
 
@@ -35,8 +38,9 @@ SYSTEMS = {"convnet": System(64, 10, 0.01, 0.9), "mlp": System(100, 200, 0.001, 
 
 
 class Task(NamedTuple):
-    """inputs, targets: of all ranks, as Prepared in peers has written them. threads: that a rank computes with."""
+    """inputs, targets: of all ranks. way: one that the program offers. threads: that a rank computes with."""
 
+    way: str
     name: str
     inputs: np.ndarray
     targets: np.ndarray
@@ -44,27 +48,26 @@ class Task(NamedTuple):
     out: Path
     """A folder for what ranks find."""
     threads: int
-    grouped: bool
-    """For stock Horovod: average all gradients in one exchange."""
 
     @property
     def system(self) -> System:
         return SYSTEMS[self.name]
 
 
-def read_task() -> Task:
+def read_task(ways: Collection[str]) -> Task:
+    """Read the command line, as peers.py writes it."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=ways)
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("records", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--grouped", action="store_true")
-    arguments = parser.parse_args()
-    with np.load(arguments.records) as file:
+    parser.add_argument("steps", type=int)
+    parser.add_argument("ranks", type=int)
+    words = parser.parse_args()
+    with np.load(words.records) as file:
         inputs, targets = file["inputs"], file["targets"]
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
-    return Task(arguments.system, inputs, targets, arguments.steps, arguments.out, threads, arguments.grouped)
+    threads = max(1, len(os.sched_getaffinity(0)) // words.ranks)
+    return Task(words.way, words.system, inputs, targets, words.steps, words.out, threads)
 
 
 def measure(call: Callable[[], object], system: System, steps: int, size: int) -> float:
@@ -83,6 +86,7 @@ def measure(call: Callable[[], object], system: System, steps: int, size: int) -
 
 
 def write(out: Path, rank: int, records_per_s: float, weights: Iterable[np.ndarray]) -> None:
+    """Write the speed and a digest of the weights, which must be the same on all ranks."""
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(weight).tobytes() for weight in weights)).hexdigest()
     with (out / f"rank-{rank}.json").open("x", encoding="utf-8") as file:
         json.dump({"records_per_s": records_per_s, "weights_sha256": digest}, file)

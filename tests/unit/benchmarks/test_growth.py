@@ -1,4 +1,4 @@
-"""`bench exchange --np 1,2,4`: the fit finds the costs that points were made with; the projection finds its limits."""
+"""benchmarks/growth.py finds the costs that points were made with; benchmarks/projection.py finds its limits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import itertools
 import json
 import sys
 
+import growth
+import projection
 import pytest
-from conftest import run_process
+from conftest import PROJECT, run_process
+from growth import Costs, Model, Point, Topology, fit, fit_lines, hops, sent_bytes
+from projection import MOST_SHARE, Network, Part, build_parts, find_rank_limit, measure_rank_costs
 
-from horovod_train.commands.bench import rank_costs
-from horovod_train.commands.bench.cost_model import Costs, Point, Topology, fit, hops, predict, residual, sent_bytes
-from horovod_train.commands.bench.growth import fit_lines
-from horovod_train.commands.bench.projection import MOST_SHARE, Network, Part, build_parts, find_rank_limit
-from horovod_train.main import main
 from horovod_train.training import stopping
 
 CORES = 2
@@ -22,10 +21,10 @@ SIZES = {"convnet": (13_000_000, 0.04), "mlp": (284, 0.0004)}
 
 def points(costs: Costs, topology: Topology, errors: tuple[float, ...] = (0.0,)) -> list[Point]:
     """What would be measured if the model were right, up to relative errors."""
-    found, error = [], itertools.cycle(errors)
+    found, error, model = [], itertools.cycle(errors), Model(topology, CORES, costs)
     for ranks, (system, (size, compute_s)) in itertools.product((1, 2, 4, 8, 16), SIZES.items()):
         bare = Point(system, ranks, size, compute_s * max(1, ranks / CORES), 1.0, cycle_s=1e-4)
-        step_s = predict(costs, bare, topology, CORES) * (1 + next(error))
+        step_s = model.predict(bare) * (1 + next(error))
         found.append(bare._replace(step_s=step_s))
     return found
 
@@ -34,33 +33,33 @@ def points(costs: Costs, topology: Topology, errors: tuple[float, ...] = (0.0,))
 @pytest.mark.parametrize("costs", [Costs(2e-5, 1e-9, 1.1), Costs(1e-4, 0.0, 1.0), Costs(3e-6, 5e-10, 1.0)])
 def test_the_fit_finds_the_costs_that_points_were_made_with(costs: Costs, topology: Topology) -> None:
     found = fit(points(costs, topology), topology, CORES)
-    assert found == pytest.approx(costs, rel=1e-6, abs=1e-18)
+    assert found.costs == pytest.approx(costs, rel=1e-6, abs=1e-18)
 
 
 def test_residuals_say_how_far_points_are_from_the_model() -> None:
     made = points(Costs(2e-5, 1e-9, 1.0), "tree", errors=(0.05, -0.05, 0.0))
-    costs = fit(made, "tree", CORES)
-    assert 0.01 < max(abs(residual(costs, point, "tree", CORES)) for point in made) < 0.1
-    *_, verdict, shared = fit_lines(made, costs, "tree", CORES)
+    model = fit(made, "tree", CORES)
+    assert 0.01 < max(abs(model.residual(point)) for point in made) < 0.1
+    *_, verdict, shared = fit_lines(made, model)
     assert "within the 15%" in verdict
     assert "with more than 2 ranks" in shared
     wrong = [point._replace(step_s=2 * point.step_s) if point.ranks == 4 else point for point in made]
-    *_, verdict, _ = fit_lines(wrong, fit(wrong, "tree", CORES), "tree", CORES)
+    *_, verdict, _ = fit_lines(wrong, fit(wrong, "tree", CORES))
     assert "beyond the 15%" in verdict
 
 
 def test_a_step_that_exchanges_waits_half_a_cycle_more() -> None:
-    costs = Costs(2e-5, 1e-9, 1.0)
+    model = Model("tree", CORES, Costs(2e-5, 1e-9, 1.0))
     alone, shared = (Point("mlp", ranks, 284, 1e-3, 1.0, cycle_s=2e-3) for ranks in (1, 2))
     for point, wait_s in ((alone, 0.0), (shared, 1e-3)):
         without = point._replace(cycle_s=0.0)
-        assert predict(costs, point, "tree", CORES) - predict(costs, without, "tree", CORES) == pytest.approx(wait_s)
+        assert model.predict(point) - model.predict(without) == pytest.approx(wait_s)
 
 
 def test_costs_are_never_negative() -> None:
     """Points whose steps are faster than those without exchange would give a negative α."""
     made = [point._replace(step_s=0.5 * point.compute_s / point.ranks) for point in points(Costs(0, 0, 1), "tree")]
-    assert min(fit(made, "tree", CORES)) >= 0
+    assert min(fit(made, "tree", CORES).costs) >= 0
 
 
 def test_messages_go_round_a_ring_or_up_and_down_a_tree() -> None:
@@ -72,14 +71,14 @@ def test_messages_go_round_a_ring_or_up_and_down_a_tree() -> None:
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Part]:
-    return {part.name: part for part in build_parts(rank_costs.measure(512), step_s=0.1)}
+    return {part.name: part for part in build_parts(measure_rank_costs(512), step_s=0.1)}
 
 
 RING, TREE = (Network(25e9, 20e-6, topology) for topology in ("ring", "tree"))
 
 
 def test_what_this_machine_takes_is_measured(parts: dict[str, Part]) -> None:
-    assert min(rank_costs.measure(64)) > 0
+    assert min(measure_rank_costs(64)) > 0
     for part in parts.values():
         assert 0 < part.seconds(64, TREE) <= part.seconds(512, TREE) <= part.seconds(512, RING)
 
@@ -102,39 +101,39 @@ def test_a_vote_stays_below_a_percent_only_because_hundreds_of_ranks_vote_less_o
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("script", "words", "expected"),
     [
-        (["--np", "0"], "--np: expected a whole number of at least 1; received '0'."),
-        (["--np", "1,x"], "--np: expected a whole number of at least 1; received 'x'."),
-        (["--np", "2", "--to", "64"], "--to needs several numbers of ranks"),
-        (["--np", "2", "--step-ms", "3"], "--step-ms needs several numbers of ranks"),
-        (["--np", "1,2,4", "--to", "1"], "--to: expected numbers of at least 2 ranks; received 1."),
-        (["--np", "1,2,4", "--gbit", "0"], "--gbit: expected a number above 0; received '0'."),
-        (["--np", "1,2,4", "--gbit", "inf"], "--gbit: expected a number above 0; received 'inf'."),
-        (["--np", "1,2,4", "--hop-us", "-1"], "--hop-us: expected a number above 0; received '-1'."),
-        (["--np", "1,2"], "--np: a fit needs two numbers above 1, such as 1,2,4; received fewer."),
-        (["--np", "1,2,4", "--only", "gloo"], "--only must leave one contender; it leaves gloo, cycle 0.1 ms; "),
-        (["--np", "1,2,4", "--system", "mlp"], "all systems are measured; leave out --system."),
-        (["--np", "2", "--rounds", "0"], "--rounds: expected a whole number of at least 1"),
+        ("growth.py", ["--np", "1,x"], "--np: expected a whole number of at least 1; received 'x'"),
+        ("growth.py", ["--np", "1,2"], "--np: a fit needs two numbers above 1, such as 1,2,4; received fewer."),
+        ("growth.py", ["--contender", "gloo"], "--contender: invalid choice: 'gloo' (choose from "),
+        ("growth.py", ["--rounds", "0"], "--rounds: expected a whole number of at least 1"),
+        ("projection.py", ["--to", "1"], "--to: expected numbers of at least 2 ranks; received 1."),
+        ("projection.py", ["--gbit", "0"], "--gbit: expected a number above 0; received '0'"),
+        ("projection.py", ["--gbit", "inf"], "--gbit: expected a number above 0; received 'inf'"),
+        ("projection.py", ["--hop-us", "-1"], "--hop-us: expected a number above 0; received '-1'"),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "exchange", *words]) == 2
+def test_bad_words_are_one_line(
+    script: str, words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit, match="2"):
+        {"growth.py": growth, "projection.py": projection}[script].main()
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: bench exchange: ")
     assert expected in line
 
 
 @pytest.mark.long
 def test_three_numbers_of_ranks_are_measured_and_fitted() -> None:
     words = ["--np", "1,2,3", "--rounds", "1", "--seconds", "0.5", "--json"]
-    finished = run_process([sys.executable, "-m", "horovod_train.main", "bench", "exchange", *words])
+    finished = run_process([sys.executable, str(PROJECT / "benchmarks" / "growth.py"), *words])
     assert finished.returncode == 0, finished.text
     found = json.loads(finished.stdout)
     assert [(row["ranks"], row["system"]) for row in found["points"]] == [
         (ranks, system) for ranks in (1, 2, 3) for system in ("convnet", "mlp")
     ]
+    topology: Topology = "tree" if found["contender"].startswith("MPI") else "ring"
+    model = Model(topology, found["cores"], Costs(**found["costs"]))
     for row in found["points"]:
         point = Point(*(row[name] for name in Point._fields))
-        topology: Topology = "tree" if found["contender"].startswith("MPI") else "ring"
-        assert row["residual"] == pytest.approx(residual(Costs(**found["costs"]), point, topology, found["cores"]))
+        assert row["residual"] == pytest.approx(model.residual(point))

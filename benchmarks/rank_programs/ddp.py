@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rank_programs import timing
 from torch import nn
-
-from horovod_train.commands.bench.peer_programs import timing
 
 
 def build_model(name: str) -> nn.Module:
@@ -34,9 +33,9 @@ def build_model(name: str) -> nn.Module:
 
 
 def main() -> None:
-    task = timing.read_task()
+    task = timing.read_task(["gloo"])
     torch.set_num_threads(task.threads)
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group(task.way)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(1)
     model = nn.parallel.DistributedDataParallel(build_model(task.name), gradient_as_bucket_view=True)

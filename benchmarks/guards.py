@@ -1,8 +1,8 @@
 """What the guards of horovod_train.keras cost in model.fit: runs with and without them, taking turns.
 
-python benchmarks/fit.py --np 2 --rounds 5
+python benchmarks/guards.py --np 2 --rounds 5
 
-Each run trains the convnet of `bench exchange` on made images of 28×28, 64 a rank and step; its first epoch, which
+Each run trains the convnet of models/convnet.py on made images of 28×28, 64 a rank and step; its first epoch, which
 compiles, does not count. Of all epochs the median, and the speed that one in ten exceeds: other work on the machine
 disturbs that less.
 """
