@@ -228,8 +228,11 @@ class RunEnd:
         text, exit_code, line = self._sum_up(error)
         self._record_end("failed", exit_code, error=text)
         if self._watchdog.claim_to_speak(exit_code):
-            # Before other ranks report it, so that the user reads it first.
-            to_stderr(line) if line else traceback_to_stderr(error)
+            if line:
+                to_stderr(line)
+            else:
+                traceback_to_stderr(error)
+            # So that the user reads this first, before other ranks say that this one has failed.
             time.sleep(_READ_WITHIN_S)
             hint = f"; see {self._log.name}" if self._log.name else ""
             self._watchdog.announce_cause(Cause(self._group.rank, f"failed: {text.rstrip('.')}{hint}", exit_code))
