@@ -38,6 +38,7 @@ from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback
 from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
+    "launch": ("horovod_train.commands.launch", "start ranks here, and again when one is lost: launch -np 4 -- …"),
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "settings": ("horovod_train.commands.settings", "every setting of a config: type, default, meaning; JSON Schema"),
     "plan": ("horovod_train.commands.plan", "what a config comes to on N ranks; builds its model to check it"),
