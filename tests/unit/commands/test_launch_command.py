@@ -1,4 +1,4 @@
-"""The command launch: what follows the end of a start, by exit codes and checkpoints. Ranks are the shell's programs."""
+"""The command launch: what follows a start, by exit codes and checkpoints. Its ranks are programs of the shell."""
 
 from __future__ import annotations
 
