@@ -39,6 +39,7 @@ from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
     "init": ("horovod_train.commands.init", "look at your data and write a config for it, to begin with"),
+    "launch": ("horovod_train.commands.launch", "start ranks here, and again when one is lost: launch -np 4 -- …"),
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "settings": ("horovod_train.commands.settings", "every setting of a config: type, default, meaning; JSON Schema"),
     "plan": ("horovod_train.commands.plan", "what a config comes to on N ranks; builds its model to check it"),

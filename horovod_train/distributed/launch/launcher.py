@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from horovod_train.distributed.launch.conventions import Meeting, read_meeting
 from horovod_train.errors import UserError
 
-Launcher = Literal["horovodrun", "mpirun", "srun-pmix", "srun", "none"]
-"""horovodrun: over gloo; `horovodrun --mpi` calls mpirun. srun-pmix: `srun --mpi=pmix`. srun: without any MPI."""
+Launcher = str
+"""horovodrun: over gloo; `horovodrun --mpi` calls mpirun. srun-pmix: `srun --mpi=pmix`. srun: without any MPI. none:
+this process is alone. Or the name of a convention; see conventions.
+"""
 
 ROOT_REPORTS_FIRST_S = 2.0
 """How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
@@ -52,8 +54,8 @@ class Launch:
     job: str = ""
     """The scheduler's name for this job."""
 
-    step: Step | None = None
-    """Under plain srun: the place of each task, which Horovod cannot get elsewhere."""
+    step: Step | Meeting | None = None
+    """Where the launcher does not bring the ranks together: where they meet, see rendezvous."""
 
     is_elastic: bool = False
     """Ranks may be lost, and join, while this process runs; `rank` and `size` are those of its start."""
@@ -88,6 +90,10 @@ def detect() -> Launch:
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read what each launcher tells the processes that it starts. The launcher nearest to the process wins.
 
+    `launch` and torchrun come first, because nothing else is started by their ranks. Other conventions come last, but
+    Flux before SLURM, whose srun may have started Flux itself. The variables of an MPI win over those of jsrun and
+    PALS, which set both; HOROVOD_CONTROLLER=gloo changes that. Flux sets PMI_RANK even for programs without MPI.
+
     horovodrun (gloo) sets HOROVOD_RANK, also inside an MPI job. mpirun sets OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK
     (MPICH and its relatives), also if it has used srun to reach the hosts. `srun --mpi=pmix` sets PMIX_RANK and leaves
     the size to SLURM's step. A step with none of these is plain srun; so is `--mpi=pmi2`, whose ranks are the step's.
@@ -98,8 +104,13 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """
     end_time = _read_number(environment, "SLURM_JOB_END_TIME")
     job = environment.get("SLURM_JOB_ID", "")
+    if any(name in environment for name in ("HOROVOD_TRAIN_RANK", "TORCHELASTIC_RUN_ID")):
+        return _launch_at(read_meeting(environment), environment, end_time, job)
+    without_mpi = _meets_without_mpi(environment)
     for launcher, prefix in _RANK_PREFIXES:
         if f"{prefix}RANK" in environment:
+            if launcher == "mpirun" and without_mpi:
+                break
             rank, size, local_size = _read_place(environment, prefix)
             step = read_step(environment)
             if prefix == "PMI_" and step is not None and (rank, size) == (step.rank, step.size):
@@ -111,7 +122,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
                 or (_fault_of_elastic_settings(environment) if is_elastic else "")
             )
             return Launch(launcher, rank, size, end_time, job, is_elastic=is_elastic, fault=fault)
-    step = read_step(environment)
+    step = None if environment.get("FLUX_JOB_SIZE", "1") != "1" else read_step(environment)
+    if step is None and (meeting := read_meeting(environment)) is not None:
+        return _launch_at(meeting, environment, end_time, job)
     if step is None:
         return Launch("none", 0, 1, end_time, job, fault=_fault_of_lone_process(environment))
     if "PMIX_RANK" in environment and environment.get("HOROVOD_CONTROLLER") != "gloo":
@@ -127,8 +140,34 @@ _RANK_PREFIXES: tuple[tuple[Launcher, str], ...] = (
 )
 """Launchers that give each process PREFIX + RANK and PREFIX + SIZE."""
 
-_UNSUPPORTED_LAUNCHERS = (("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"))
-"""Variables of jsrun and flux: their ranks, if started without MPI, are recognised by them and refused."""
+TOKEN, TOKEN_FILE, WITHOUT_TOKEN = (f"HOROVOD_TRAIN_{name}" for name in ("TOKEN", "TOKEN_FILE", "WITHOUT_TOKEN"))
+"""Variables: a secret that all ranks have; a file that holds it; 1 allows ranks on several hosts to meet without it."""
+
+
+def _meets_without_mpi(environment: Mapping[str, str]) -> bool:
+    """Return whether to pass over variables of an MPI, because a convention says all, and MPI is not wanted."""
+    if environment.get("HOROVOD_CONTROLLER") == "gloo":
+        return any(name in environment for name in ("JSM_NAMESPACE_RANK", "FLUX_TASK_RANK", "PALS_RANKID"))
+    flux, pmi = (
+        (environment.get(rank), environment.get(size))
+        for rank, size in (("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+    )
+    return flux[0] is not None and flux == pmi
+
+
+def _launch_at(meeting: Meeting | None, environment: Mapping[str, str], end_time: float | None, job: str) -> Launch:
+    """Return the launch of a rank by a convention; of a process alone if the convention says so."""
+    if meeting is None:
+        return Launch("none", 0, 1, end_time, job)
+    has_token = bool(environment.get(TOKEN) or environment.get(TOKEN_FILE))
+    if meeting.is_one_host or has_token or environment.get(WITHOUT_TOKEN, "0") not in ("", "0"):
+        return Launch(meeting.launcher, meeting.rank, meeting.size, end_time, job, step=meeting)
+    fault = (
+        f"ranks on several hosts need a secret to know each other by. Give all {meeting.size} ranks the same {TOKEN} "
+        f"(such as the output of: openssl rand -hex 16) or {TOKEN_FILE}. {WITHOUT_TOKEN}=1 lets anyone take a rank's "
+        "place who can reach these hosts."
+    )
+    return Launch(meeting.launcher, meeting.rank, meeting.size, end_time, job, fault=fault)
 
 
 def _read_place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
@@ -213,12 +252,6 @@ def _fault_of_lone_process(environment: Mapping[str, str]) -> str:
             f"this is rank {environment['PMIX_RANK']} of a launcher that does not say how many there are (PMIX_RANK is "
             "set, and nothing else). Start it with srun, mpirun or horovodrun; or unset PMIX_RANK if it is left over."
         )
-    for rank_name, size_name in _UNSUPPORTED_LAUNCHERS:
-        if environment.get(size_name, "1") != "1":
-            return (
-                f"this is rank {environment.get(rank_name)} of {environment[size_name]} (by {rank_name}, {size_name}), "
-                "but without MPI each rank would train alone. Start the ranks with mpirun or horovodrun."
-            )
     if len(slots := _pbs_slots(environment)) > 1:
         return (
             f"PBS job {environment.get('PBS_JOBID')} has {len(slots)} hosts, but this process is one alone. Instead "

@@ -71,10 +71,17 @@ def choose_host(hosts: Sequence[str], interface_names: Sequence[str]) -> str:
     for address in filter(None, map(address_of_interface, interface_names)):
         return address
     hostname = socket.gethostname()
-    for host in [*hosts, _UNUSED_ADDRESS]:
+    for host in hosts:
         if host != hostname:
             with suppress(OSError):
                 return local_address_towards(host)
+    return outside_address()
+
+
+def outside_address() -> str:
+    """Return an address of this host for others: that of its default route, else any. Raises OSError."""
+    with suppress(OSError):
+        return local_address_towards(_UNUSED_ADDRESS)
     # Not the address of this host's name: many hosts resolve it to a loopback address.
     outside = [address for address in interfaces().values() if not address.startswith("127.")]
-    return outside[0] if outside else socket.gethostbyname(hostname)
+    return outside[0] if outside else socket.gethostbyname(socket.gethostname())

@@ -1,8 +1,9 @@
-"""Bring the ranks of a plain `srun` together for gloo, without ssh or MPI.
+"""Bring ranks together for gloo, without ssh or MPI: those of a plain `srun` (Step), and of conventions (Meeting).
 
-Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host, which is
-the first of the step; the port follows from the step's name. No rank starts Horovod before all ranks have arrived,
-because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS.
+Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host; the port
+follows from the step's name, or is the one that the launcher reserved. No rank starts Horovod before all ranks have
+arrived, because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS. SLURM tells each rank its place among the ranks
+of its host. The ranks of a Meeting tell root their hosts, and root answers with their places.
 
 Horovod's rendezvous server for the ranks of one step: it answers only requests with the step's key.
 
@@ -13,26 +14,33 @@ Does not know when ranks may start; see rendezvous.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import json
 import os
 import random
 import re
 import secrets
 import socket
+import stat
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.distributed.launch import key_value_store, network
-from horovod_train.distributed.launch.launcher import Step
+from horovod_train.distributed.launch.conventions import Meeting, is_loopback
+from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output.console import to_stderr
+from horovod_train.output.lease import boot_id
 
 ARRIVE_WITHIN_S = 300.0
 """How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise.
@@ -44,6 +52,9 @@ PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
 PORTS_TRIED = 16
 
+RESOLVE_WITHIN_S = 60.0
+"""How long a rank asks for the address of rank 0's host: the name of a pod is known only once the pod has started."""
+
 _HERE = b"here"
 _FAILED = "failed {rank} {exit_code}"
 """What a rank reports instead of `here` if it has failed. Root passes it on to all ranks."""
@@ -52,8 +63,18 @@ _has_arrived = False
 """Whether this process has taken part in a rendezvous, so that other ranks no longer wait for it."""
 
 
+class Place(NamedTuple):
+    """Where a rank is among the ranks of its host, and its host among those with this local rank: Horovod's cross."""
+
+    host: str
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
 @contextmanager
-def open_rendezvous(step: Step) -> Iterator[None]:
+def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
     """Collective: set what Horovod needs in the environment and run a server, until the block ends.
 
     All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set, because the
@@ -64,21 +85,24 @@ def open_rendezvous(step: Step) -> Iterator[None]:
     FailedElsewhere if one has called `report_failure`.
     """
     global _has_arrived
-    if step.rank == 0 and step.node != 0:
+    if isinstance(step, Step) and step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
-    interface = _choose_interface(step)  # before this rank arrives, because later failures leave the others waiting
-    server = _open_server(step) if step.rank == 0 else None
+    _prepare_token(step)
+    root = _address_of_root(step)
+    interface = _choose_interface(step, root)  # before this rank arrives: later failures leave the others waiting
+    server = _open_server(step, root) if step.rank == 0 else None
     _has_arrived = True
     try:
         if server is None:
-            address, port = _find_root(_address_of_root(step), step, deadline)
+            address, port = _find_root(root, step, deadline, _report(step))
         else:
             port = server.server_address[1]
-            address = _with_key(server.server_address[0], port, step)
+            address = _with_key(root if server.server_address[0] == _ALL else server.server_address[0], port, step)
             _wait_for_all(server, step, deadline)
+        place = _place_of_task(step) if isinstance(step, Step) else _ask_place(step, address, port, deadline)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
-        variables = _horovod_variables(step, address, port) | _log_level(step)
+        variables = _horovod_variables(step, place, address, port) | _log_level(step)
         with _environment(variables):
             yield
         if _keeps_server():
@@ -89,7 +113,7 @@ def open_rendezvous(step: Step) -> Iterator[None]:
             server.server_close()
 
 
-def report_failure(step: Step, exit_code: int) -> None:
+def report_failure(step: Step | Meeting, exit_code: int) -> None:
     """Report to the other ranks that this one has failed before the rendezvous, because they would wait for it.
 
     Returns when all ranks have read it, or after the time for which they would wait. Does not raise.
@@ -99,10 +123,12 @@ def report_failure(step: Step, exit_code: int) -> None:
     failure = _FAILED.format(rank=step.rank, exit_code=exit_code).encode()
     with suppress(RunError):
         deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+        _prepare_token(step)
+        root = _address_of_root(step)
         if step.rank != 0:
-            _find_root(_address_of_root(step), step, deadline, failure)
+            _find_root(root, step, deadline, failure)
             return
-        server = _open_server(step)
+        server = _open_server(step, root)
         _publish_failure(server, step, deadline, failure)
         server.shutdown()
         server.server_close()
@@ -118,6 +144,11 @@ def candidate_ports(name: str) -> list[int]:
     return random.Random(name).sample(PORTS, PORTS_TRIED)
 
 
+def _ports(step: Step | Meeting) -> list[int]:
+    reserved = step.port if isinstance(step, Meeting) else None
+    return [*([] if reserved is None else [reserved]), *candidate_ports(step.name)]
+
+
 def _arrive_within_s(setting: str | None) -> float:
     try:
         return ARRIVE_WITHIN_S if setting is None else float(setting)
@@ -125,9 +156,18 @@ def _arrive_within_s(setting: str | None) -> float:
         raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {setting!r}.") from error
 
 
-def _open_server(step: Step) -> StepServer:
-    address = _address_of_root(step)
-    for port in candidate_ports(step.name):
+_ALL = "0.0.0.0"
+
+
+def _open_server(step: Step | Meeting, address: str) -> StepServer:
+    """Return a running server at `address`, or at all of this host's if others reach it by one that it does not have.
+
+    A host behind a translated address has another one, and one whose name resolves to a loopback address, too.
+    """
+    if isinstance(step, Meeting) and not step.is_one_host:
+        is_own = not is_loopback(address) and network.interface_of(address) is not None
+        address = address if is_own else _ALL
+    for port in _ports(step):
         with suppress(OSError):
             server = StepServer(address, port, step.name, step.size)
             threading.Thread(
@@ -139,7 +179,7 @@ def _open_server(step: Step) -> StepServer:
     )
 
 
-def _with_key(address: str, port: int, step: Step) -> str:
+def _with_key(address: str, port: int, step: Step | Meeting) -> str:
     """Return the address with the key. Horovod's client asks for http://ADDRESS:PORT/SCOPE/KEY, so each path has it."""
     return f"{address}:{port}/{key_of(step.name, port)}"
 
@@ -150,31 +190,49 @@ def _read_reports(server: StepServer) -> dict[int, bytes]:
         return {int(key): report for key, report in server.cache[key_value_store.NAME].items() if key.isdecimal()}
 
 
-def _wait_for_all(server: StepServer, step: Step, deadline: float) -> None:
+def _has_failed(report: bytes) -> bool:
+    return report.startswith(b"failed ")
+
+
+def _wait_for_all(server: StepServer, step: Step | Meeting, deadline: float) -> None:
     """Wait on root until all ranks have arrived, or raise FailedElsewhere once all know that one has failed."""
     while missing := set(range(1, step.size)) - (reports := _read_reports(server)).keys():
-        if any(report != _HERE for report in reports.values()):
+        if any(map(_has_failed, reports.values())):
             break
         if time.monotonic() > deadline:
             names = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
             raise RunError(
-                f"{len(missing)} of {step.size} ranks have not reached {step.nodes[0]} in time: {names}. Their output "
-                "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
+                f"{len(missing)} of {step.size} ranks have not reached {_host_of_root(step)} in time: {names}. Their "
+                "output may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
             )
         time.sleep(key_value_store.POLL_S / 5)
-    if failure := next((report for report in reports.values() if report != _HERE), None):
+    if failure := next(filter(_has_failed, reports.values()), None):
         _publish_failure(server, step, deadline, failure)
         raise _failed_elsewhere(failure)
+    values = {}
+    if isinstance(step, Meeting):
+        try:
+            places = find_places(
+                [
+                    json.loads(report[len(_HERE) :])
+                    for report in [_report(step), *(reports[rank] for rank in range(1, step.size))]
+                ]
+            )
+        except UserError:
+            _publish_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
+            raise
+        values = {f"place.{rank}": json.dumps(place).encode() for rank, place in enumerate(places)}
     with server.cache_lock:
+        server.cache[key_value_store.NAME].update(values)
         server.cache[key_value_store.NAME]["all"] = _HERE
 
 
-def _publish_failure(server: StepServer, step: Step, deadline: float, failure: bytes) -> None:
+def _publish_failure(server: StepServer, step: Step | Meeting, deadline: float, failure: bytes) -> None:
     """Publish a failure on root; return when all ranks have read it, also those that arrive later."""
     with server.cache_lock:
         server.cache[key_value_store.NAME]["all"] = failure
     while time.monotonic() < deadline:
-        if sum(report != _HERE for report in _read_reports(server).values()) == step.size - 1:
+        if sum(map(_has_failed, _read_reports(server).values())) == step.size - 1:
             return
         time.sleep(key_value_store.POLL_S)
 
@@ -184,19 +242,64 @@ def _failed_elsewhere(failure: bytes) -> FailedElsewhere:
     return FailedElsewhere(f"rank {int(rank)} failed before the ranks met", int(exit_code))
 
 
-def _find_root(host: str, step: Step, deadline: float, report: bytes = _HERE) -> tuple[str, int]:
+def _report(step: Step | Meeting) -> bytes:
+    """Return what a rank reports when it arrives. A Meeting does not say which ranks share a host."""
+    if isinstance(step, Step):
+        return _HERE
+    return _HERE + json.dumps([socket.gethostname(), boot_id(), step.local_rank]).encode()
+
+
+def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
+    """Return the place of each rank. arrivals: of each rank the name of its host, that host's boot id and local rank.
+
+    The local rank is None if the launcher has not given one; it is then counted. Raises UserError if those of a host
+    are not 0, 1, …
+    """
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, (name, boot, _) in enumerate(arrivals):
+        hosts.setdefault((name, boot), []).append(rank)
+    places: dict[int, Place] = {}
+    for number, ((name, _), ranks) in enumerate(hosts.items()):
+        given = [arrivals[rank][2] for rank in ranks]
+        if any(local is None for local in given):
+            given = list(range(len(ranks)))
+        if sorted(local for local in given if local is not None) != list(range(len(ranks))):
+            raise UserError(
+                f"the launcher gave the local ranks {', '.join(map(str, given))} to ranks "
+                f"{', '.join(map(str, ranks))} on {name}; expected 0 to {len(ranks) - 1}, each once. Start the ranks "
+                "of a host by one launcher."
+            )
+        for rank, local in zip(ranks, given, strict=True):
+            others = [at for at, host_ranks in enumerate(hosts.values()) if len(host_ranks) > int(local or 0)]
+            places[rank] = Place(name, int(local or 0), len(ranks), others.index(number), len(others))
+    return [places[rank] for rank in range(len(arrivals))]
+
+
+def _place_of_task(step: Step) -> Place:
+    return Place(step.nodes[step.node], step.local_rank, step.local_size, *step.cross)
+
+
+def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place:
+    backoff = key_value_store.Backoff(step.size, deadline)
+    while (answer := key_value_store.ask(address, port, "GET", f"place.{step.rank}")) is None:
+        if not backoff.pause():
+            raise RunError(f"rank 0 on {step.root} has not told rank {step.rank} its place among the ranks.")
+    return Place(*json.loads(answer))
+
+
+def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes = _HERE) -> tuple[str, int]:
     """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
 
-    report: of this rank, `here` or its failure. After reporting a failure it does not wait for the others.
+    report: of this rank, its arrival or its failure. After reporting a failure it does not wait for the others.
     """
-    port, ports, address, backoff = None, candidate_ports(step.name), "", key_value_store.Backoff(step.size, deadline)
+    port, ports, address, backoff = None, _ports(step), "", key_value_store.Backoff(step.size, deadline)
     while backoff.pause():
         if port is None:
             port = next((port for port in ports if _is_root(host, port, step)), None)
             address = "" if port is None else _with_key(host, port, step)
             if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), report) is None:
                 port = None
-            elif port is not None and report != _HERE:
+            elif port is not None and _has_failed(report):
                 return address, port
         elif (answer := key_value_store.ask(address, port, "GET", "all")) == _HERE:
             return address, port
@@ -205,21 +308,31 @@ def _find_root(host: str, step: Step, deadline: float, report: bytes = _HERE) ->
             raise _failed_elsewhere(answer)
     if port is None and step.rank == 1:
         raise UserError(
-            f"rank 0 on {step.nodes[0]} ({host}) does not answer rank 1 on {step.nodes[step.node]} at port "
+            f"rank 0 on {_host_of_root(step)} ({host}) does not answer rank 1 on {_host_here(step)} at port "
             f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
-            f"whether {TOKEN} is the same for all tasks."
+            f"whether {TOKEN} is the same for all ranks."
         )
     raise FailedElsewhere("rank 0 reports which ranks are missing, or rank 1 that rank 0 does not answer")
 
 
-def _is_root(host: str, port: int, step: Step) -> bool:
+def _host_of_root(step: Step | Meeting) -> str:
+    return step.nodes[0] if isinstance(step, Step) else step.root
+
+
+def _host_here(step: Step | Meeting) -> str:
+    return step.nodes[step.node] if isinstance(step, Step) else socket.gethostname()
+
+
+def _is_root(host: str, port: int, step: Step | Meeting) -> bool:
     nonce = secrets.token_hex(16)
     proof = key_value_store.ask(host, port, "GET", f"root.{nonce}")
     return proof is not None and hmac.compare_digest(proof, proof_of_root(step.name, port, nonce).encode())
 
 
-def _address_of_root(step: Step) -> str:
+def _address_of_root(step: Step | Meeting) -> str:
     """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
+    if isinstance(step, Meeting):
+        return "127.0.0.1" if step.is_one_host else _resolve(step.root, step)
     if len(step.nodes) == 1:
         return "127.0.0.1"
     address = _address_of(step.nodes[0])
@@ -227,6 +340,21 @@ def _address_of_root(step: Step) -> str:
         # Many hosts resolve their own name to a loopback address.
         return network.local_address_towards(_address_of(step.nodes[1]))
     return address
+
+
+def _resolve(host: str, step: Meeting) -> str:
+    """Return the IPv4 address of a host that may be known only in a while."""
+    backoff = key_value_store.Backoff(step.size, time.monotonic() + RESOLVE_WITHIN_S)
+    while True:
+        try:
+            return socket.gethostbyname(host)
+        except OSError as error:
+            if not backoff.pause():
+                reason = error.strerror or type(error).__name__
+                raise UserError(
+                    f"{host}, by {step.launcher} the host of rank 0, has no IPv4 address that {socket.gethostname()} "
+                    f"can find: {reason}. In Kubernetes it needs a headless service that publishes addresses early."
+                ) from error
 
 
 def _address_of(host: str) -> str:
@@ -240,8 +368,10 @@ def _address_of(host: str) -> str:
     raise RunError(f"{host}, the first host of this step, has no address that this host can find.")
 
 
-def _choose_interface(step: Step) -> str:
+def _choose_interface(step: Step | Meeting, root: str) -> str:
     """Return the user's interface, or that through which this rank reaches other hosts; loopback without other hosts.
+
+    root: the address of rank 0's host.
 
     gloo would use the address of the host's name, which is a loopback address on many Debian hosts.
     """
@@ -250,11 +380,17 @@ def _choose_interface(step: Step) -> str:
             known = ", ".join(network.interfaces())
             raise UserError(
                 f"HOROVOD_GLOO_IFACE must be an interface with an IPv4 address; received {interface!r}, which "
-                f"rank {step.rank} on {step.nodes[step.node]} has not. It has {known}."
+                f"rank {step.rank} on {_host_here(step)} has not. It has {known}."
             )
         return interface
-    peer = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
-    address = network.local_address_towards(peer)
+    if isinstance(step, Meeting):
+        peer = root
+        address = network.local_address_towards(peer)
+        if is_loopback(address) and not step.is_one_host:  # this host's own name, as in Debian's /etc/hosts
+            address = network.outside_address()
+    else:
+        peer = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
+        address = network.local_address_towards(peer)
     if (name := network.interface_of(address)) is None:
         raise RunError(
             f"{address}, by which this host reaches {peer}, is on no interface of it: set HOROVOD_GLOO_IFACE."
@@ -262,20 +398,19 @@ def _choose_interface(step: Step) -> str:
     return name
 
 
-def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
+def _horovod_variables(step: Step | Meeting, place: Place, address: str, port: int) -> dict[str, str]:
     """Return what horovodrun sets: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
-    cross_rank, cross_size = step.cross
     numbers = {
         "RANK": step.rank,
         "SIZE": step.size,
-        "LOCAL_RANK": step.local_rank,
-        "LOCAL_SIZE": step.local_size,
-        "CROSS_RANK": cross_rank,
-        "CROSS_SIZE": cross_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_SIZE": place.local_size,
+        "CROSS_RANK": place.cross_rank,
+        "CROSS_SIZE": place.cross_size,
         "GLOO_RENDEZVOUS_PORT": port,
     }
     strings = {
-        "HOSTNAME": step.nodes[step.node],
+        "HOSTNAME": place.host,
         "GLOO_RENDEZVOUS_ADDR": address,
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
@@ -283,10 +418,10 @@ def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
     return {f"HOROVOD_{name}": str(value) for name, value in (numbers | strings).items()}
 
 
-def _log_level(step: Step) -> dict[str, str]:
+def _log_level(step: Step | Meeting) -> dict[str, str]:
     """Return a log level that keeps the address with its key out of the log. Without a token the key is no secret."""
     level = os.environ.get("HOROVOD_LOG_LEVEL", "").lower()
-    if level not in ("trace", "debug") or not os.environ.get(TOKEN):
+    if level not in ("trace", "debug") or not _token():
         return {}
     if step.rank == 0:
         reason = f"HOROVOD_LOG_LEVEL={level} would write the rendezvous key into the log"
@@ -296,7 +431,7 @@ def _log_level(step: Step) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables inside the block only. Afterwards they would make this start by srun look like horovodrun's."""
+    """Set variables inside the block only. Afterwards they would make this start look like horovodrun's."""
     previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -309,8 +444,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-TOKEN = "HOROVOD_TRAIN_TOKEN"
-"""Environment variable: a secret that srun passes to every task. Without it the key follows from the step's name."""
+_private_token = ""
+"""What ranks on one host have taken from a file of their user's, because nothing else gave them a token."""
 
 MAX_VALUE_BYTES = 4 << 20
 """The limit of one value. gloo's values are about 140 bytes for each rank."""
@@ -329,7 +464,57 @@ def proof_of_root(step: str, port: int, nonce: str) -> str:
 
 
 def _compute_hmac(text: str) -> str:
-    return hmac.new(os.environ.get(TOKEN, "").encode(), text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(_token().encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _token() -> str:
+    """Return the secret of the ranks; "" if they have none: the key then follows from the step's name."""
+    return os.environ.get(TOKEN, "") or _private_token
+
+
+def _prepare_token(step: Step | Meeting) -> None:
+    """Read the token if the environment names a file, or if ranks on one host have none. Raises UserError."""
+    global _private_token
+    if name := os.environ.get(TOKEN_FILE):
+        try:
+            _private_token = Path(name).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise UserError(
+                f"{TOKEN_FILE}={name}: cannot be read: {reason}. It must hold the ranks' secret."
+            ) from error
+        if not _private_token:
+            raise UserError(f"{TOKEN_FILE}={name}: is empty; it must hold the secret that all ranks have.")
+        if os.environ.get(TOKEN, _private_token) != _private_token:
+            raise UserError(f"{TOKEN} and the file {TOKEN_FILE}={name} hold different secrets. Unset one of them.")
+    elif isinstance(step, Meeting) and step.is_one_host and step.size > 1 and not os.environ.get(TOKEN):
+        _private_token = own_token(Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}")
+
+
+def own_token(folder: Path) -> str:
+    """Return a secret that this user's processes on this host share. The first of them makes it.
+
+    Raises UserError if others could read it or could have written it.
+    """
+    path = folder / "token"
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise UserError(
+                f"{folder} must be a folder that only you can read. Remove it, or set {TOKEN} for all ranks."
+            )
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if text := file.read().strip():
+                return text
+            text = secrets.token_hex(16)
+            file.write(text)
+            return text
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}. Set {TOKEN} for all ranks instead.") from error
 
 
 class StepServer(RendezvousHTTPServer):

@@ -109,8 +109,6 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
             BATCH | {"SLURM_NTASKS": "3"},
             "SLURM job 7 has 3 tasks, but this process is one alone. Instead start it with",
         ),
-        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "6"}, "this is rank 1 of 6 .* each rank would train alone"),
-        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "this is rank 0 of 2 .* each rank would train alone"),
         ({"PMIX_RANK": "1"}, "this is rank 1 of a launcher that does not say how many there are"),
         (step(1) | horovodrun(0, 1), "srun started 3 copies of horovodrun, and each would be a separate run with 1"),
         (step(1) | horovodrun(1, 2), "srun started 3 copies of horovodrun"),

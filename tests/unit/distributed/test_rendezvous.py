@@ -16,10 +16,9 @@ import pytest
 from strangers import messages
 
 from horovod_train.distributed.launch import key_value_store, rendezvous
-from horovod_train.distributed.launch.launcher import Step
+from horovod_train.distributed.launch.launcher import TOKEN, Step
 from horovod_train.distributed.launch.rendezvous import (
     MAX_VALUE_BYTES,
-    TOKEN,
     StepServer,
     _address_of_root,
     _is_root,

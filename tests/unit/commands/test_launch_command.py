@@ -1,0 +1,178 @@
+"""The command launch: what follows a start, by exit codes and checkpoints. Its ranks are programs of the shell."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import HANGS_AFTER_S, PROJECT, Finished, rank_environment, run_process
+
+from horovod_train.commands.launch import judge
+from horovod_train.distributed.launch.local import launch_command
+from horovod_train.distributed.launch.started_ranks import Ended, Way
+
+LAUNCH = [sys.executable, "-m", "horovod_train.main", "launch"]
+
+
+def launch(*words: object) -> Finished:
+    return run_process([*LAUNCH, *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked_by", "follows", "code"),
+    [
+        ([0, 0], 0, "done", 0),
+        ([0, 0], signal.SIGTERM, "done", 0),
+        ([2, 2], 0, "stop", 2),
+        ([1, 2], 0, "stop", 2),
+        ([86, 1], 0, "stop", 86),
+        ([75, 75], 0, "stop", 75),
+        ([75, 0], signal.SIGUSR1, "stop", 75),
+        ([75, 137], signal.SIGTERM, "stop", 137),
+        ([143, 143], signal.SIGTERM, "stop", 143),
+        ([1, 137], 0, "again", 1),
+        ([75, 137], 0, "again", 137),
+        ([87, 87], 0, "again", 87),
+        ([1], 0, "again", 1),
+    ],
+)
+def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, follows: str, code: int) -> None:
+    first = next((rank for rank, each in enumerate(codes) if each not in (0, 75)), 0)
+    verdict = judge(Ended(dict(enumerate(codes)), first, 1.0, 0.0), "launch", asked_by=asked_by)
+    assert (verdict.follows, verdict.code) == (follows, code)
+
+
+@pytest.mark.parametrize(
+    ("way", "who"), [("launch", "rank 1 was killed by SIGKILL"), ("mpirun", "a rank was killed by")]
+)
+def test_a_lost_rank_is_named_where_it_is_known(way: Way, who: str) -> None:
+    codes = {0: 1, 1: 137} if way == "launch" else {0: 137}
+    assert judge(Ended(codes, 1 if way == "launch" else 0, 1.0, 0.0), way, asked_by=0).why.startswith(who)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "0", "--", "true"], "argument -np/--np: expected a whole number of at least 1; received '0'"),
+        (["--", "true"], "the following arguments are required: -np/--np"),
+        (["-np", "2", "--min-np", "3", "--", "true"], "--min-np must be at most -np, 2; received 3"),
+        (["-np", "2", "--max-restarts", "-1", "--", "true"], "argument --max-restarts: expected"),
+        (["-np", "2", "--run-dir", "a", "--", "--config", "a.yaml"], "--run-dir is for a script"),
+        (["-np", "2", "--over", "gloo", "--", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["-np", "2", "--over", "gloo", "--", "no-such-program"], "no-such-program: No such file or directory"),
+    ],
+)
+def test_bad_arguments_are_one_line(words: list[str], message: str) -> None:
+    finished = launch(*words)
+    assert finished.returncode == 2
+    (line,) = [line for line in finished.stderr.splitlines() if not line.startswith("launch: ")]
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_launch_under_a_launcher_is_refused() -> None:
+    environment = rank_environment() | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    finished = run_process([*LAUNCH, "-np", "2", "--", "true"], environment=environment)
+    assert finished.returncode == 2
+    assert "torchrun has started 2 of it, and each would start ranks" in finished.stderr
+
+
+def test_the_command_that_would_be_started_is_shown() -> None:
+    words = ["--config", "configs/digits_convnet.yaml", "train.epochs=2"]
+    finished = launch("-np", 3, "--over", "mpi", "--dry-run", "--", *words)
+    command = [*launch_command("mpirun", 3), sys.executable, "-m", "horovod_train.main", *words]
+    assert finished.stdout.split() == command, finished.stderr
+
+
+def test_each_rank_knows_its_place_and_all_share_a_secret(tmp_path: Path) -> None:
+    program = f'env > {tmp_path}/$HOROVOD_TRAIN_RANK; test "$HOROVOD_TRAIN_SIZE" = 2'
+    finished = launch("-np", 2, "--over", "gloo", "--", "sh", "-c", program)
+    assert finished.returncode == 0, finished.text
+    places = [
+        dict(line.split("=", 1) for line in (tmp_path / rank).read_text().splitlines() if "=" in line) for rank in "01"
+    ]
+    assert [place["HOROVOD_TRAIN_LOCAL_RANK"] for place in places] == ["0", "1"]
+    assert len({place["HOROVOD_TRAIN_TOKEN"] for place in places}) == 1
+    assert len(places[0]["HOROVOD_TRAIN_TOKEN"]) == 32
+
+
+@pytest.mark.parametrize("code", [2, 86, 75])
+def test_a_fault_of_the_user_and_a_request_to_stop_end_it(tmp_path: Path, code: int) -> None:
+    finished = launch("-np", 2, "--over", "gloo", "--", "sh", "-c", f"echo here >> {tmp_path}/starts; exit {code}")
+    assert finished.returncode == code
+    assert len((tmp_path / "starts").read_text().split()) == 2  # two ranks, once
+    assert "launch: stopped: " in finished.stderr
+
+
+def save(run_dir: Path) -> str:
+    """Words of the shell by which rank 0 leaves one more checkpoint at each start."""
+    folder = run_dir / "checkpoints"
+    return f"[ $HOROVOD_TRAIN_RANK != 0 ] || mkdir -p {folder}/step-00000000$(ls {folder} 2>/dev/null | wc -l)"
+
+
+def test_it_starts_again_as_long_as_there_is_progress(tmp_path: Path) -> None:
+    program = f"{save(tmp_path)}; exit 1"
+    finished = launch("-np", 2, "--over", "gloo", "--max-restarts", 3, "--run-dir", tmp_path, "--", "sh", "-c", program)
+    assert finished.returncode == 1
+    starts = [line for line in finished.stderr.splitlines() if line.startswith("launch: start ")]
+    assert starts[0] == "launch: start 1 of at most 4: 2 rank(s)"
+    assert starts[1:] == [
+        f"launch: start {number} of at most 4: 2 rank(s); newest checkpoint: step {number - 2}" for number in (2, 3, 4)
+    ]
+    assert "--max-restarts 3 is used up" in finished.stderr
+
+
+def test_two_starts_without_progress_end_it_and_it_says_why(tmp_path: Path) -> None:
+    finished = launch("-np", 2, "--over", "gloo", "--run-dir", tmp_path, "--", "sh", "-c", "kill -9 $$")
+    assert finished.returncode == 137
+    assert finished.stderr.count("launch: start ") == 2
+    last = finished.stderr.splitlines()[-1]
+    assert "was killed by SIGKILL" in last
+    assert "two starts in a row have left no checkpoint. What happened: horovod-train explain" in last
+
+
+def test_without_progress_it_tries_with_fewer_ranks(tmp_path: Path) -> None:
+    program = 'test "$HOROVOD_TRAIN_SIZE" = 1 || kill -9 $$'
+    words = ["-np", 2, "--min-np", 1, "--over", "gloo", "--run-dir", tmp_path]
+    finished = launch(*words, "--", "sh", "-c", program)
+    assert finished.returncode == 0, finished.text
+    starts = [line.partition(": 2 rank")[1] or line.partition(": 1 rank")[1] for line in finished.stderr.splitlines()]
+    assert [start for start in starts if start] == [": 2 rank", ": 2 rank", ": 1 rank"]
+
+
+TRAPS = "trap 'exit 75' TERM USR1; echo here > {folder}/$HOROVOD_TRAIN_RANK; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    program = TRAPS.format(folder=tmp_path)
+    started = start(tmp_path, program)
+    started.send_signal(number)
+    assert started.wait(HANGS_AFTER_S) == 75
+
+
+def test_ranks_are_asked_to_stop_when_launch_is_killed(tmp_path: Path) -> None:
+    program = f"echo $$ > {tmp_path}/$HOROVOD_TRAIN_RANK.pid; {TRAPS.format(folder=tmp_path)}"
+    started = start(tmp_path, program)
+    ranks = [psutil.Process(int((tmp_path / f"{rank}.pid").read_text())) for rank in (0, 1)]
+    started.kill()
+    started.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
+    assert not alive
+
+
+def start(folder: Path, program: str) -> subprocess.Popen[bytes]:
+    """Returns when both ranks run."""
+    words = [*LAUNCH, "-np", "2", "--over", "gloo", "--", "sh", "-c", program]
+    started = subprocess.Popen(words, cwd=PROJECT, env=rank_environment(), stderr=subprocess.DEVNULL)
+    until = time.monotonic() + HANGS_AFTER_S
+    while not all((folder / rank).exists() for rank in "01"):
+        assert started.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return started
