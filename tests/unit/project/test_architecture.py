@@ -88,7 +88,7 @@ MAY_KNOW_TFRECORDS = {
     "data/dataset.py": "the list of sources",
     "data/prepare/writing.py": "writes TFRecord files",
     "commands/index.py": "indexes TFRecord files",
-    "commands/bench/input.py": "reads the same files by TensorFlow's own reader",
+    "commands/bench/pipelines.py": "reads the same files by TensorFlow's own reader",
 }
 
 

@@ -70,5 +70,13 @@ def test_what_is_drawn_or_written_passes_the_one_place_for_it() -> None:
             prints |= {path.name} if name == "print" and "bench" not in path.parts else set()
             assert name not in ("traceback.print_exc", "traceback.print_exception"), path
     assert not consoles
-    of_ours_or_json = {"local.py", "__init__.py", "settings.py", "build_horovod.py", "learning_rate.py", "profile.py"}
+    of_ours_or_json = {
+        "local.py",
+        "__init__.py",
+        "slurm.py",
+        "settings.py",
+        "build_horovod.py",
+        "learning_rate.py",
+        "profile.py",
+    }
     assert prints == of_ours_or_json
