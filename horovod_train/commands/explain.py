@@ -360,11 +360,20 @@ def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
 
 
 def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
-    """Return the command that starts the run again as it was started."""
-    command = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
+    """Return the command that starts the run again as it was started, on each rank if a scheduler has started those."""
+    words = ["--config", str(run_dir / "config.yaml")]
     if not resumes_by_itself(run_dir):
-        command.append("checkpoint.resume=auto")
-    return shlex.join([*_launch(stories), *command, "--output-dir", str(run_dir)])
+        words.append("checkpoint.resume=auto")
+    words += ["--output-dir", str(run_dir)]
+    main = ["python", "-m", "horovod_train.main"]
+    launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
+    is_one_host = len({story.host for story in stories}) < 2
+    if launcher == "launch":
+        return shlex.join([*main, "launch", "-np", size, "--", *words])
+    if launcher == "torchrun" and is_one_host:
+        return shlex.join(["torchrun", "--nproc-per-node", size, *main[1:], *words])
+    command = shlex.join([*_launch(launcher, size, stories), *main, *words])
+    return f"{command}, on each of the {size} ranks of {launcher}" if launcher in _STARTS_EACH else command
 
 
 def resumes_by_itself(run_dir: Path) -> bool:
@@ -376,8 +385,11 @@ def resumes_by_itself(run_dir: Path) -> bool:
         return True
 
 
-def _launch(stories: Sequence[RankStory]) -> list[str]:
-    launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
+_STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
+"""Launchers that are told what a rank runs by a file or a service, not by a command."""
+
+
+def _launch(launcher: str, size: str, stories: Sequence[RankStory]) -> list[str]:
     per_host = Counter(story.host for story in stories)
     hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
     return {
@@ -386,4 +398,6 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
         "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
         "srun": ["srun", "--mpi=none", "-n", size],
         "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
-    }.get(launcher, [launcher, "-n", size])
+        "jsrun": ["jsrun", "-n", size],
+        "flux": ["flux", "run", "-n", size],
+    }.get(launcher, [])

@@ -1,14 +1,11 @@
-"""Batches of records whose lists are about equally long: the order of a lane's records, and the length of lists in each
-step. Arithmetic only; see lengths for where the lengths come from, and sampler for lanes.
+"""Batches of records whose lists are about equally long: the order of a lane's records, and the lengths of lists.
 
-A lane's records of `steps` neighbouring steps are a *pool*. Each lane sorts its own pool by length, so that a step gets
-the k-th shortest record of every lane, and the steps of a pool come in an order drawn from (seed, epoch). A lane still
-gives each of its records once, and a step's records do not depend on the number of ranks.
+A lane's records of `steps` neighbouring steps are a *pool*; see sampler for lanes. Each lane sorts its own pool by
+length, so that a step gets the k-th shortest record of every lane, and the steps of a pool come in an order drawn from
+(seed, epoch). A lane still gives each of its records once, and a step's records do not depend on the number of ranks.
 
-Measures how long the lists of all records are, once, and saves the lengths. Needs TensorFlow to parse TFRecords.
-
-The file is in `data.index_dir` or the user's cache folder, and named by the digest of what the records hold, so copies
-of the records share it.
+The lengths of all records are measured once and saved, in `data.index_dir` or the user's cache folder. The file is
+named by the digest of what the records hold, so copies of the records share it. Parsing TFRecords needs TensorFlow.
 """
 
 from __future__ import annotations

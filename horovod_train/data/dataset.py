@@ -235,7 +235,7 @@ def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
     """Build the order of the records. `training` shuffles as the config says; otherwise the files' order is used.
 
-    With data.bucket_by_length the first call reads all records; see lengths. Raises UserError if no record is left to
+    With data.bucket_by_length the first call reads all records; see buckets. Raises UserError if no record is left to
     read.
     """
     order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"

@@ -1,8 +1,7 @@
-"""Finds the files that the config's folders and globs stand for. Does not open them.
+"""Finds the files that the config's folders and globs stand for, and places to save what is known of them.
 
-Where indexes, digests and lengths of records are saved, so that the next start need not read the records again.
-
-Next to the records, in `data.index_dir`, or in the user's cache folder. Does not know what the files hold.
+Indexes, digests and lengths of records are saved next to the records, in `data.index_dir`, or in the user's cache
+folder, so that the next start need not read the records again. Opens no files, and does not know what they hold.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Turns serialized records into arrays, many in one call. Start with serialized.
-
-Parses serialized records to arrays, many in one call, and says what is wrong with a record if that fails.
+"""Parses serialized records to arrays, many in one call, and says what is wrong with a record if that fails.
 
 Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
 image decoding follow later; see transforms. Alternatively calls a user's function, which does all of this.
-
-The values of one feature in serialized records: pads lists of any length, and says what is wrong with a record's.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ the last step can miss records, at most one per lane, spread evenly over the lan
 are padding.
 
 A record is a number: its position in file order. A run's position in an epoch is a number of records over all ranks.
-
-Computes what each rank would read in an epoch, from the plan. Reads no records.
 """
 
 from __future__ import annotations

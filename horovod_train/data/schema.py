@@ -1,9 +1,7 @@
 """What a record holds and how it is used: the features, and which are inputs and which targets.
 
-Read from `dataset.json` in the folder of the records or its parent, or from `data.features` in the config. Does not say
-how records are read or parsed. Docs: docs/data.md.
-
-Describes one feature of a record, and checks that its settings fit together. Does not read records.
+Read from `dataset.json` in the folder of the records or its parent, or from `data.features` in the config. Checks that
+the settings of a feature fit together. Does not say how records are read or parsed. Docs: docs/data.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface to stored records, the same for all formats. The formats are in tfrecord and random_access.
+"""The interface to stored records, the same for all formats; and whether two data sets hold the same records.
 
 A source is all records of one split in a fixed order. It stores them in blocks: runs of neighbours that are read in one
 piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
@@ -6,10 +6,8 @@ piece. The sampler permutes blocks, reader keeps them in memory while they are n
 To add a kind: a package with an OpenSource, such as tfrecord.source.open_tfrecords, and a line in dataset.SOURCES.
 Files that can be read by number need less: see random_access.formats.
 
-Compares data sets: whether they hold the same records in the same order, and if not, which file differs.
-
 A part of a source, such as a file, is identified by its base name, its size, its number of records and a digest of what
-they hold. Its folder and time do not matter, so copies on other disks and hosts are equal. Opens no files.
+they hold. Its folder and time do not matter, so copies on other disks and hosts are equal.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Files by their path, on a local disk or in an object store. Only here are fsspec and its drivers known.
+"""Files by their path, on a local disk or in an object store: lists them, and reads pieces of them. Knows no format.
 
-Files by their path, on a local disk or in an object store: lists them, and reads pieces of them.
-
-Knows no format. Blocks of local files are read without this; see tfrecord.blocks.
-
-Opens file systems of fsspec, such as object stores, by URL. Does not know what they hold.
-
-Credentials, endpoints and time limits are the drivers' settings: their environment variables and files, or fsspec's.
+Only this and remote_file know fsspec and its drivers. Credentials, endpoints and time limits are the drivers' settings:
+their environment variables and files, or fsspec's. Blocks of local TFRecord files are read without this.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Selects records of another source, some left out or repeated: what folds and mixtures share. Knows no format.
+"""Selects records of a source: k-fold cross-validation, and mixtures of data sets. Knows no format.
 
-A repeated record has a number for each of its repeats, so counts of records include repeats.
-
-K-fold cross-validation: selects the training part or the held-out part of a source. Knows no format.
-
-Of each K neighbouring records one is in each part, drawn from their number alone: so the parts have equal sizes to
-within one record, are alike even where files are sorted, and are the same in every run, whatever its seed.
-
-Some data sets read as one: each record once an epoch, or as often as its data set repeats. Knows no format.
-
-Each repeat of a block counts as another block, so the repeats come at different times in a shuffled epoch.
+Of each K neighbouring records one is in each fold, drawn from their number alone: so folds have equal sizes to within
+one record, are alike even where files are sorted, and are the same in every run, whatever its seed. In a mixture each
+record comes once an epoch, or as often as its data set repeats; each repeat of a block counts as another block, so the
+repeats come at different times in a shuffled epoch. Counts of records include repeats.
 """
 
 from __future__ import annotations

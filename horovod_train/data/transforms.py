@@ -1,12 +1,7 @@
-"""Turns stored values into what the model gets: decodes, augments, casts and scales. Start with transforms.
+"""Turns stored values into what the model gets: decodes, augments, casts and scales; applies `data.preprocess`.
 
-Turns stored values into tensors: decodes and augments images; on the rank's device, casts and scales.
-
-Runs in TensorFlow's graph, for one or many steps per call. Does not read or parse.
-
-Applies `data.preprocess` to the inputs of a batch: a user's function, or a preset's preprocessor.
-
-Runs in tf.data, on the host, in training, evaluation and prediction.
+Runs in TensorFlow's graph, for one or many steps per call: images and `data.preprocess`, which is a user's function or
+a preset's preprocessor, in tf.data on the host; casts and scales on the rank's device. Does not read or parse.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The batch that each step gets: one rank's part of it. Does not know where it comes from; see batch_source.
+"""What training gets of its data: a batch for each step, cut out of chunks, from a BatchSource.
 
-Takes batches out of chunks: tensors of several steps, because passing on each batch would cost more than a step.
-
-Does not know where chunks come from; see pipeline and stream.
-
-The interface between training and its sources of batches: see pipeline and stream.
+A chunk is the tensors of several steps, because passing on each batch would cost more than a step. Sources of batches
+are in pipeline and stream.
 """
 
 from __future__ import annotations

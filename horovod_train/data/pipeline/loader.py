@@ -1,9 +1,8 @@
 """Loads one rank's records in their order: reads and parses several steps of an epoch in one call.
 
 Turns a plan into arrays; does not know tf.data, nor how records are stored. A record that cannot be used ends the run,
-or is skipped and counted, as `data.on_bad_record` says.
-
-Keeps parsed records in memory, so that later epochs read nothing. Needs memory for the whole data set at most.
+or is skipped and counted, as `data.on_bad_record` says. `data.cache` keeps parsed records in memory, so that later
+epochs read nothing.
 """
 
 from __future__ import annotations

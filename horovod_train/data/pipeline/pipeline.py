@@ -1,7 +1,7 @@
 """Builds one rank's tf.data pipeline: reads the records of the plan and transforms them.
 
 Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records;
-compiled training cuts them into steps, see chunks. Does not decide where an epoch starts; see training/loop.
+compiled training cuts them into steps, see batch_source. Does not decide where an epoch starts; see training.run.
 """
 
 from __future__ import annotations

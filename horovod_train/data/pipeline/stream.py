@@ -1,10 +1,8 @@
-"""Cuts one rank's part of a stream into as many steps as all ranks take, and pads the steps after its end.
+"""Batches of a stream: calls the user's function, and cuts one rank's part into as many steps as all ranks take.
 
-Knows `rank` and `size` as numbers. How many steps there are is decided by the ranks together; see training.streams.
-
-Calls the user's function of a stream, (rank, size, epoch, seed, training) → tf.data.Dataset of single records.
-
-The function alone decides which rank gets which record. Checks the form of the records, and names the call in errors.
+The function, (rank, size, epoch, seed, training) → tf.data.Dataset of single records, alone decides which rank gets
+which record; its call is named in errors. Steps after the end of a rank's part are padded. How many steps there are is
+decided by the ranks together; see training.open_run.
 """
 
 from __future__ import annotations

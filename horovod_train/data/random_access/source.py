@@ -1,6 +1,6 @@
 """Records that can be read by number, from one or several stores, as a source of records. Knows no format.
 
-Describes what records hold, from the first record, where `data.features` does not say it.
+What `data.features` does not say of the records is described from the first of them.
 """
 
 from __future__ import annotations

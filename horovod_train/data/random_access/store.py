@@ -1,6 +1,6 @@
-"""The interface of each kind of storage, and what all kinds share. Contains no format; see formats.
+"""The interface of each kind of storage whose records are read by number, and what all kinds share.
 
-Reads the blocks of stores. Names a record that cannot be read, and uses the other records of its block.
+Names a record that cannot be read, and uses the other records of its block. Contains no format; see formats.
 """
 
 from __future__ import annotations

@@ -2,15 +2,12 @@
 
 A block is up to 256 neighbouring records of one file, fewer if they reach 1 MiB; it is read in one piece. Scanning
 checks the framing and each length's checksum, not the data. The result is stored in `index.npz` in the records' folder,
-or in the user's cache folder if that is read-only. A file whose size or time has changed is scanned again.
+or in the user's cache folder if that is read-only. A file whose size or time has changed is scanned again. Files packed
+by GZIP or ZLIB, known by their first bytes, are unpacked as a whole: records inside are not seekable.
 
-Finds the blocks of one TFRecord file, and a digest of what its records hold. Does not store them; see index.
-
-The digest covers the length and the stored checksum of every record, not of a sample. Scanning reads both anyway: a
-record's checksum is the four bytes before the next record's length. A sample would save little and would miss changes
-in the other records. Data that do not match their checksum are found when they are read.
-
-Detects GZIP and ZLIB files by their first bytes and unpacks them as a whole: records inside are not seekable.
+The digest of a file covers the length and the stored checksum of every record, not of a sample. Scanning reads both
+anyway: a record's checksum is the four bytes before the next record's length. A sample would save little and would miss
+changes in the other records. Data that do not match their checksum are found when they are read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TFRecord files as a source of records: each holds a serialized tf.train.Example, or what `data.parse` reads.
 
-Reads blocks of TFRecord files, splits them into records and verifies every checksum. Does not keep or parse them.
+Reads blocks of the files, splits them into records and verifies every checksum. Does not keep or parse them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Copies on a node-local disk, made block by block as the ranks of the node read; also copies of unpacked files.
+"""Copies of blocks on a node-local disk, and of what packed files hold.
 
 The rank that first reads a block copies it; all ranks of the node then read the copy. The source is a file that the
 index describes; when the file changes, the name of the copy changes too. Copies from before the last boot are not used,
-because their last writes may be lost. Without a folder, only unpacked files are stored; see unpacked.
-
-Stores what packed files hold in one unnamed temporary file of this process, which disappears with the process.
-
-For runs without a folder that all ranks of a node share; see staging.
+because their last writes may be lost. Without a folder that the ranks of a node share, only what packed files hold is
+stored, in an unnamed temporary file of this process, which disappears with it.
 """
 
 from __future__ import annotations

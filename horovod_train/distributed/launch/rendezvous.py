@@ -1,15 +1,13 @@
 """Bring ranks together for gloo, without ssh or MPI: those of a plain `srun` (Step), and of conventions (Meeting).
 
-Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host; the port
+Rank 0 runs Horovod's own rendezvous server behind a key (see StepServer), on the address of its host; the port
 follows from the step's name, or is the one that the launcher reserved. No rank starts Horovod before all ranks have
 arrived, because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS. SLURM tells each rank its place among the ranks
 of its host. The ranks of a Meeting tell root their hosts, and root answers with their places.
 
-Horovod's rendezvous server for the ranks of one step: it answers only requests with the step's key.
-
-The key is the first part of every path, before Horovod's scope and key. The key and root's proof follow from a token
-that all ranks have in their environment (TOKEN): root proves that it knows the token before a rank sends it the key.
-Does not know when ranks may start; see rendezvous.
+The server answers only requests with the step's key, which is the first part of every path, before Horovod's scope and
+key. The key and root's proof follow from a token that all ranks have in their environment (TOKEN): root proves that it
+knows the token before a rank sends it the key.
 """
 
 from __future__ import annotations

@@ -180,14 +180,19 @@ def test_ranks_train_together_under_other_launchers(
     assert f"2 rank(s) on 1 host(s), launcher {launcher}, exchange over gloo" in ends[0][1]
 
 
-def test_ranks_with_different_secrets_do_not_meet(tmp_path: Path) -> None:
+def test_ranks_with_different_secrets_do_not_meet(digits: Path, tmp_path: Path) -> None:
     def secrets(rank: int, port: int) -> dict[str, str]:
         words = {"HOROVOD_TRAIN_TOKEN": f"secret {rank}", "HOROVOD_START_TIMEOUT": "2"}
         return {**indexed_job(rank, port), **words}
 
-    words = ["--config", "configs/digits_convnet.yaml", "--output-dir", str(tmp_path / "run"), "data.train=nowhere"]
-    for code, _ in end_of_ranks(secrets, words, rank_environment()):
-        assert code != 0
+    (tmp_path / "c.yaml").write_text(CONFIG.format(data=digits, epochs=1))
+    words = ["--config", str(tmp_path / "c.yaml"), "--output-dir", str(tmp_path / "run")]
+    (root_code, root_says), (code, says) = end_of_ranks(secrets, words, rank_environment())
+    assert root_code
+    assert code
+    assert "1 of 2 ranks have not reached" in root_says
+    assert "whether HOROVOD_TRAIN_TOKEN is the same for all ranks" in says
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_evaluators_and_ranks_without_a_secret_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -167,11 +167,15 @@ def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
 
 
 def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
-    for launcher, line in {"srun": "srun --mpi=none -n 3", "srun-pmix": "srun --mpi=pmix -n 3"}.items():
+    lines = {"srun": "srun --mpi=none -n 3 python -m horovod_train.main", "flux": "flux run -n 3 python -m"}
+    lines |= {"srun-pmix": "srun --mpi=pmix -n 3 python -m", "launch": "horovod_train.main launch -np 3 -- --config"}
+    lines |= {"torchrun": "torchrun --nproc-per-node 3 -m horovod_train.main --config"}
+    lines |= {"tf-config": f"--output-dir {tmp_path / 'tf-config'}, on each of the 3 ranks of tf-config"}
+    for launcher, line in lines.items():
         (tmp_path / launcher).mkdir()
         run = Run(tmp_path / launcher, 3, launcher)
         run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
-        assert f"{line} python -m horovod_train.main" in explain(tmp_path / launcher).next
+        assert line in explain(tmp_path / launcher).next
 
 
 def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
