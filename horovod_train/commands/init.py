@@ -9,7 +9,6 @@ What it writes is to be read and changed. Reads no more than it says, and replac
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -169,7 +168,6 @@ def _text(arguments: argparse.Namespace) -> Draft:
         )
     sentences = [_PUNCTUATION.sub("", sentence.lower()).split() for sentence in table[text].tolist()]
     words = Counter(word for sentence in sentences for word in sentence)
-    length = 2 ** math.ceil(math.log2(max(8, np.percentile([len(sentence) for sentence in sentences], 95))))
     named = table[target].dtype.kind == "U"
     features = {target: {"class_names": names} if named else {"classes": len(names)}}
     vocabulary = "".join(f"{word}\n" for word, _ in words.most_common(MOST_WORDS))
@@ -180,7 +178,7 @@ def _text(arguments: argparse.Namespace) -> Draft:
     )
     sections = [
         _data(arguments.path, features, [target], 32, inputs=[text]),
-        _model({"classes": len(names), "length": length}),
+        _model({"classes": len(names)}),
         *_classification(epochs=10),
     ]
     return Draft(found, sections, {"model.py": init_models.TEXT, "vocabulary.txt": vocabulary})

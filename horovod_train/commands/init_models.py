@@ -61,13 +61,12 @@ VOCABULARY = Path(__file__).with_name("vocabulary.txt")
 """One word a line, the most frequent first."""
 
 
-def build(classes: int, length: int, width: int = 64) -> keras.Model:
-    """Texts [batch, 1], of which `length` words are read → logits [batch, classes]."""
+def build(classes: int, hidden: int = 64) -> keras.Model:
+    """Texts [batch, 1] → logits [batch, classes], by which of the words they have."""
     text = keras.Input((1,), dtype="string", name="text")
     words = VOCABULARY.read_text(encoding="utf-8").splitlines()
-    vectorize = layers.TextVectorization(vocabulary=words, output_sequence_length=length)
-    x = layers.Embedding(len(words) + 2, width, mask_zero=True)(vectorize(text))
-    x = layers.GlobalAveragePooling1D()(x)
+    x = layers.TextVectorization(vocabulary=words, output_mode="multi_hot")(text)
+    x = layers.Dense(hidden, activation="relu")(x)
     x = layers.Dropout(0.2)(x)
     return keras.Model(text, layers.Dense(classes, dtype="float32", name="logits")(x))
 '''

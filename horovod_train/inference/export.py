@@ -62,7 +62,7 @@ def _sample(model: keras.Model) -> Any:
     def values(spec: Any) -> tf.Tensor:
         shape = [2, *(size or _UNKNOWN_SIZE for size in spec.shape[1:])]
         if spec.dtype == "string":
-            return tf.fill(shape, "")
+            return tf.fill(shape, "text")
         is_float = tf.as_dtype(spec.dtype).is_floating
         return tf.cast(rng.uniform(-0.5, 0.5, shape) if is_float else np.ones(shape), spec.dtype)
 

@@ -235,7 +235,8 @@ class Outputs:
 
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
         outputs = self._model(batch.inputs, training=False)
-        return {name: _for_numpy(output) for name, output in _named(self._model, outputs).items()}
+        rows = batch.ids.shape[0]
+        return {name: _for_numpy(output, rows) for name, output in _named(self._model, outputs).items()}
 
 
 def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
@@ -249,5 +250,7 @@ def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
     return dict(zip(names, outputs, strict=True))
 
 
-def _for_numpy(output: Any) -> tf.Tensor:
+def _for_numpy(output: Any, rows: int) -> tf.Tensor:
+    if output.shape.rank and output.shape[0] is None:  # layers that take text know the number of rows when they compute
+        output = tf.ensure_shape(output, [rows, *output.shape[1:]])
     return tf.cast(output, tf.float32) if output.dtype == tf.bfloat16 else tf.identity(output)
