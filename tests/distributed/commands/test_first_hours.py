@@ -79,7 +79,7 @@ def call(folder: Path, *words: str, ranks: int = 1) -> Finished:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ("images", "texts") else [pytest.mark.long]) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "texts" else [pytest.mark.long]) for kind in KINDS]
 )
 def test_from_data_to_a_model_in_use(kind: str, tmp_path: Path) -> None:
     make, words, found = KINDS[kind]

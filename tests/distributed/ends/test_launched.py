@@ -167,8 +167,11 @@ def end_of_ranks(convention: Convention, words: list[str], environment: Mapping[
 
 @pytest.mark.parametrize(
     ("convention", "launcher"),
-    [(tf_config, "tf-config"), (torchrun, "torchrun"), (indexed_job, "indexed-job")],
-    ids=["tf-config", "torchrun", "indexed-job"],
+    [
+        pytest.param(torchrun, "torchrun", id="torchrun"),
+        pytest.param(tf_config, "tf-config", id="tf-config", marks=pytest.mark.long),
+        pytest.param(indexed_job, "indexed-job", id="indexed-job", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_train_together_under_other_launchers(
     digits: Path, tmp_path: Path, convention: Convention, launcher: str
