@@ -123,7 +123,9 @@ def arguments(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterat
                 yield from arguments(below, (*words, name))
         elif action.nargs != 0 and action.type is None and not action.choices:
             name = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
-            needed = (other for other in parser._actions if other.required and other.nargs != "*")
+            needed = (
+                other for other in parser._actions if other.required and other.nargs not in ("*", argparse.REMAINDER)
+            )
             required = [other for other in needed if other is not action]
             yield (*words, *(word for other in required for word in _give(other, "x")), *_give(action, REMOTE)), name
 
@@ -131,7 +133,11 @@ def arguments(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterat
 def _give(action: argparse.Action, word: str) -> list[str]:
     if isinstance(action, argparse._SubParsersAction):
         return []
-    value = "1:00:00" if word == "x" and "--time" in action.option_strings else word
+    value = word
+    if word == "x" and action.type is not None:
+        value = "1"
+    elif word == "x" and "--time" in action.option_strings:
+        value = "1:00:00"
     # "=", since several words may follow an option.
     return [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
 
