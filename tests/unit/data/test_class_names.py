@@ -1,0 +1,77 @@
+"""Classes have names: in the config, as text in tables, and from the folders of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_records import batches
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.dataset import open_records
+from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.random_access.parser import ArraysParser
+from horovod_train.data.schema import parse_feature
+from horovod_train.errors import UserError
+
+NAMES = ["ant", "bee", "cat"]
+FEATURE = {"type": "int64", "class_names": NAMES}
+
+
+def test_names_are_their_numbers_and_numbers_stay() -> None:
+    parser = ArraysParser({"y": parse_feature(FEATURE, "y")})
+    for column in (np.array(["cat", "ant ", "bee"]), np.array([b"cat", b"ant", b"bee"], object), np.array([2, 0, 1])):
+        parsed = parser.parse({"y": column})
+        assert parsed is not None
+        assert parsed["y"].tolist() == [2, 0, 1]
+
+
+def test_a_text_that_is_no_name_and_a_number_that_is_no_class_are_named() -> None:
+    parser = ArraysParser({"y": parse_feature(FEATURE, "y")})
+    assert parser.parse({"y": np.array(["ant", "dog"])}) is None
+    assert (
+        parser.problem({"y": "dog"})
+        == "feature y: expected one of ant, bee, cat, or its number; the record holds 'dog'"
+    )
+    assert "from 0 to 2" in str(parser.problem({"y": 3}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"type": "bytes", "class_names": NAMES}, "class_names is for type int64"),
+        ({"type": "int64", "class_names": ["a", "a"]}, "'a' is given twice"),
+        ({"type": "int64", "class_names": NAMES, "classes": 4}, "has 3 names, and classes is 4"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse_feature(settings, "data.features: y")
+
+
+def test_a_table_of_names_is_read_as_numbers(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n},{NAMES[n % 3]}\n" for n in range(9)))
+    config = DataConfig(
+        train=(f"{tmp_path}/t.csv",), targets=("y",), features={"y": {"class_names": NAMES}}, shuffle=False
+    )
+    records = open_records(config, "train")
+    assert records.schema.features["y"].classes == 3
+    pipeline = build_pipeline(records, config, Ranks(0, 1), seed=0, training=True, global_batch_size=9)
+    (batch,) = batches(pipeline)
+    assert np.asarray(batch.targets).tolist() == [0, 1, 2] * 3
+
+
+def test_names_in_another_order_than_the_folders_are_refused(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in NAMES:
+        (tmp_path / "p" / name).mkdir(parents=True)
+        image.new("RGB", (8, 8)).save(tmp_path / "p" / name / "0.jpg")
+    label = {"class_names": ["bee", "ant", "cat"]}
+    features = {"image": {"shape": [8, 8, 3]}, "label": label}
+    config = DataConfig(train=(f"{tmp_path}/p",), targets=("label",), features=features)
+    with pytest.raises(UserError, match="bee, ant, cat; the records have ant, bee, cat, in this order"):
+        open_records(config, "train")
+    features["label"] = {"class_names": NAMES}
+    assert open_records(config, "train").schema.features["label"].class_names == tuple(NAMES)
