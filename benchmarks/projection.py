@@ -24,7 +24,7 @@ from horovod_train.commands.cli import above_0, count, open_screen, several
 from horovod_train.config.settings import Config, WatchConfig
 from horovod_train.distributed import objects
 from horovod_train.distributed.launch import key_value_store
-from horovod_train.distributed.launch.rendezvous import StepServer, key_of
+from horovod_train.distributed.launch.rendezvous_server import StepServer, key_of
 from horovod_train.distributed.watchdog.heartbeat import Beat
 from horovod_train.distributed.watchdog.stall_detector import StallDetector, intervals
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect

@@ -6,6 +6,9 @@ import re
 
 from horovod_train.shown_text import error_line
 
+START_AGAIN = 75
+"""Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h. Started again, it goes on."""
+
 
 class RunError(Exception):
     """Ends the run with `exit_code`; its text is one line that a user can act on; see shown_text."""

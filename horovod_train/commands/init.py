@@ -3,7 +3,7 @@
 python -m horovod_train.main init images photos
 python -m horovod_train.main init table flats.csv --target price
 
-What it writes is to be read and changed. Reads no more than it says, and replaces no file. templates holds the texts.
+What it writes is to be read and changed. Replaces no file. The models are in init_models, as texts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from horovod_train.data.files import has_records
 from horovod_train.data.prepare.csv_table import load_table
 from horovod_train.data.prepare.images import list_images
 from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
+from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 
@@ -89,14 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _images(arguments: argparse.Namespace) -> Draft:
     path, size = arguments.path.rstrip("/"), arguments.size
     if size < 32:
-        raise UserError(f"--size must be at least 32; received {size}.")
+        raise UserError(f"init: --size must be at least 32; received {size}.")
     classes, files, note = list_images(path)
     counts = Counter(file.parent.name for file in files)
     few = [name for name in classes if not counts[name]]
     if len(classes) < 2 or few:
         problem = f"{few[0]} has no image" if few else f"it has one, {classes[0]}"
         raise UserError(f"{path}: expected a folder with images for each of at least two classes; {problem}.")
-    shown = ", ".join(classes[:6]) + (", …" if len(classes) > 6 else "")
     features = {
         "image": {"decode": "image", "shape": [size, size, 3], "resize": "crop", "cast": "float32"},
         "label": {"class_names": classes},
@@ -106,7 +106,7 @@ def _images(arguments: argparse.Namespace) -> Draft:
         _model({"classes": len(classes), "image_size": size}),
         *_classification(epochs=20),
     ]
-    found = f"{len(files)} images in {len(classes)} classes: {shown}; {_split(len(files))}"
+    found = f"{len(files)} images in {len(classes)} classes: {_listed(classes)}; {_split(len(files))}"
     return Draft(f"{found}{f'; note: {note}' if note else ''}", sections, {"model.py": init_models.IMAGES})
 
 
@@ -129,17 +129,10 @@ def _table(arguments: argparse.Namespace) -> Draft:
             mean, variance = float(column.mean(dtype=np.float64)), float(column.var(dtype=np.float64))
             layers.append(f"    {name!r}: ({mean:.6g}, {variance or 1.0:.6g}),")
     names = _classes_of(table[target])
-    features: dict[str, Any] = {}
-    if names and table[target].dtype.kind == "U":
-        features = {target: {"class_names": names}}
-    elif names:
-        features = {target: {"classes": len(names)}}
-    else:
-        features = {target: {"cast": "float32"}}
     ends = _classification(epochs=30) if names else _regression()
     model = init_models.TABLE.replace("COLUMNS\n", "\n".join(layers) + "\n")
     sections = [
-        _data(arguments.path, features, [target], 32, inputs=list(inputs)),
+        _data(arguments.path, {target: _target_settings(table[target])}, [target], 32, inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
         *ends,
     ]
@@ -168,16 +161,14 @@ def _text(arguments: argparse.Namespace) -> Draft:
         )
     sentences = [_PUNCTUATION.sub("", sentence.lower()).split() for sentence in table[text].tolist()]
     words = Counter(word for sentence in sentences for word in sentence)
-    named = table[target].dtype.kind == "U"
-    features = {target: {"class_names": names} if named else {"classes": len(names)}}
     vocabulary = "".join(f"{word}\n" for word, _ in words.most_common(MOST_WORDS))
     records = len(table[target])
     found = (
         f"{records} texts in {text}, {len(words)} different words, in {len(names)} classes of {target}: "
-        f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}; {_split(records)}"
+        f"{_listed(names)}; {_split(records)}"
     )
     sections = [
-        _data(arguments.path, features, [target], 32, inputs=[text]),
+        _data(arguments.path, {target: _target_settings(table[target])}, [target], 32, inputs=[text]),
         _model({"classes": len(names)}),
         *_classification(epochs=10),
     ]
@@ -254,14 +245,27 @@ def _classes_of(column: np.ndarray) -> list[str]:
     return [str(number) for number in range(int(values[-1]) + 1)] if is_counted and values[-1] < MOST_CLASSES else []
 
 
+def _target_settings(column: np.ndarray) -> dict[str, Any]:
+    """Return what `data.features` says of a column to predict."""
+    names = _classes_of(column)
+    if not names:
+        return {"cast": "float32"}
+    return {"class_names": names} if column.dtype.kind == "U" else {"classes": len(names)}
+
+
 def _outputs_of(schema: Schema) -> int | None:
     """Return the number of classes of the only target, if it has classes."""
     target = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
     return target.classes if target else None
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+
+
 def _split(records: int) -> str:
-    held_out = records // FOLDS
+    """Say how many records the first fold has, which `data.fold: 1/FOLDS` holds out."""
+    held_out = int(np.count_nonzero(parts_of_records(records, FOLDS) == 0))
     return f"{records - held_out} to train, {held_out} to evaluate"
 
 

@@ -26,10 +26,9 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command
 from horovod_train.distributed.launch.started_ranks import Ended, StartedRanks, Way
-from horovod_train.errors import RanksDisagree, UserError
+from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
 
-ASKED_TO_STOP = 75
 MAX_PAUSE_S = 60.0
 """The longest pause before a start. Starts that made progress are followed by the next one without a pause."""
 
@@ -152,11 +151,11 @@ def judge(ended: Ended, way: Way, *, asked_by: int) -> Verdict:
     elif first > 128:
         how = f"a rank was killed by {_signal_name(first - 128)}"
     if asked_by:
-        is_saved = codes <= {0, ASKED_TO_STOP}
+        is_saved = codes <= {0, START_AGAIN}
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
-        return Verdict("stop", ASKED_TO_STOP if is_saved else first, f"asked by {_signal_name(asked_by)}; {ending}")
-    if codes <= {0, ASKED_TO_STOP}:
-        return Verdict("stop", ASKED_TO_STOP, "the run was asked to stop, and has saved")
+        return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {_signal_name(asked_by)}; {ending}")
+    if codes <= {0, START_AGAIN}:
+        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
     return Verdict("again", first, how)
 
 
@@ -208,7 +207,7 @@ class _Supervisor:
             self._pause(pause_s)
             if self._asked_by:
                 to_stderr(f"launch: stopped: asked by {_signal_name(self._asked_by)} between two starts")
-                return ASKED_TO_STOP
+                return START_AGAIN
 
     def _start(self, command: Sequence[str]) -> Ended:
         try:

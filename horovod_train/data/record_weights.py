@@ -1,6 +1,6 @@
 """Checks the feature that `data.weight` names: one number a record, finite and at least 0.
 
-Does not multiply anything by it; see pipeline and training.parts.losses.
+Does not multiply anything by it; see pipeline and training.steps.shares.
 """
 
 from __future__ import annotations

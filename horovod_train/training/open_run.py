@@ -42,7 +42,7 @@ from horovod_train.training.run_record import PhaseTimes, Run
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
 
-_SHOWN, _SHOWN_STREAMS = 3, 8
+_RANKS_SHOWN, _LENGTHS_SHOWN = 3, 8
 """Differences and lengths that a message names."""
 
 log = logging.getLogger(__name__)
@@ -236,8 +236,8 @@ def _check_equal(group: WorkerGroup, records: Records) -> None:
 
 def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> str:
     different = [rank for rank, text in enumerate(differences) if text]
-    shown = "; ".join(f"{group.name(rank)} {differences[rank]}" for rank in different[:_SHOWN])
-    more = f"; {len(different) - _SHOWN} more ranks differ" if len(different) > _SHOWN else ""
+    shown = "; ".join(f"{group.name(rank)} {differences[rank]}" for rank in different[:_RANKS_SHOWN])
+    more = f"; {len(different) - _RANKS_SHOWN} more ranks differ" if len(different) > _RANKS_SHOWN else ""
     equal = group.size - len(different)
     return (
         f"{setting}: ranks see different records: {shown}{more}; {equal} of {group.size} ranks see the same as rank 0. "
@@ -247,10 +247,10 @@ def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> s
 
 def _warn(records: Records) -> None:
     problems = records.problems
-    for problem in problems[:_SHOWN]:
+    for problem in problems[:_RANKS_SHOWN]:
         log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
-    if len(problems) > _SHOWN:
-        log.warning(f"{records.setting}: {len(problems) - _SHOWN} more files are damaged; check-data names them")
+    if len(problems) > _RANKS_SHOWN:
+        log.warning(f"{records.setting}: {len(problems) - _RANKS_SHOWN} more files are damaged; check-data names them")
 
 
 def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeline]:
@@ -288,8 +288,8 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
         lengths = group.gather(length)
         if not any(lengths):
             raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
-        listed = ", ".join(f"{length:,}" for length in lengths[:_SHOWN_STREAMS]) + (
-            ", …" if len(lengths) > _SHOWN_STREAMS else ""
+        listed = ", ".join(f"{length:,}" for length in lengths[:_LENGTHS_SHOWN]) + (
+            ", …" if len(lengths) > _LENGTHS_SHOWN else ""
         )
         log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {listed}")
     data = config.data

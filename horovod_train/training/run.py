@@ -20,7 +20,7 @@ from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.pipeline.batch_source import Batches, BatchSource
 from horovod_train.distributed import consistency
-from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
+from horovod_train.errors import START_AGAIN, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
@@ -41,8 +41,6 @@ from horovod_train.training.state import TrainState
 from horovod_train.training.steps.histograms import draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
 
-START_AGAIN = 75
-"""Exit code of a run that was asked to stop and has saved: the scheduler may restart it (EX_TEMPFAIL)."""
 DONE = StopReason("done")
 
 log = logging.getLogger(__name__)

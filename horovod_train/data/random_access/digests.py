@@ -3,7 +3,7 @@
 A digest is over the CRC32C of each piece of 4 MiB, as that of TFRecords is over their checksums: it detects accidental
 changes, not forgery.
 
-Digests are saved in `digests.json`; see cache_paths. A saved digest is valid while the file's size and modification
+Digests are saved in `digests.json`; see files. A saved digest is valid while the file's size and modification
 time are the same. The time is not part of the digest, so copies are equal whatever their dates.
 """
 

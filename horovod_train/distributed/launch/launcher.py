@@ -1,11 +1,8 @@
 """Detect the launcher and this process's rank and size from the environment, before anything is imported.
 
-Does not import horovod or TensorFlow, so it answers immediately; group checks the answer later.
-
-Read this process's place in the SLURM step that `srun` started, from the step's own variables.
-
-Does not ask SLURM: the variables of a step are right for each of its tasks. Those of the job (SLURM_NTASKS, …) are not
-used, because horovodrun and mpirun pass those of the batch node to every rank.
+Does not import horovod or TensorFlow, so it answers immediately; group checks the answer later. The place in a SLURM
+step comes from the step's own variables, which are right for each of its tasks; those of the job (SLURM_NTASKS, …) are
+not used, because horovodrun and mpirun pass those of the batch node to every rank. Other launchers: see conventions.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
 """Bring ranks together for gloo, without ssh or MPI: those of a plain `srun` (Step), and of conventions (Meeting).
 
-Rank 0 runs Horovod's own rendezvous server behind a key (see StepServer), on the address of its host; the port
+Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host; the port
 follows from the step's name, or is the one that the launcher reserved. No rank starts Horovod before all ranks have
 arrived, because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS. SLURM tells each rank its place among the ranks
 of its host. The ranks of a Meeting tell root their hosts, and root answers with their places.
-
-The server answers only requests with the step's key, which is the first part of every path, before Horovod's scope and
-key. The key and root's proof follow from a token that all ranks have in their environment (TOKEN): root proves that it
-knows the token before a rank sends it the key.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import hmac
 import json
 import os
@@ -21,21 +15,17 @@ import random
 import re
 import secrets
 import socket
-import stat
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, RendezvousHTTPServer
+from typing import NamedTuple
 
 from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.conventions import Meeting, is_loopback
-from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, Step
+from horovod_train.distributed.launch.launcher import TOKEN, Step
+from horovod_train.distributed.launch.rendezvous_server import StepServer, key_of, prepare_token, proof_of_root, token
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.lease import boot_id
@@ -52,6 +42,9 @@ PORTS_TRIED = 16
 
 RESOLVE_WITHIN_S = 60.0
 """How long a rank asks for the address of rank 0's host: the name of a pod is known only once the pod has started."""
+
+_ALL = "0.0.0.0"
+"""All addresses of this host."""
 
 _HERE = b"here"
 _FAILED = "failed {rank} {exit_code}"
@@ -86,7 +79,7 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
     if isinstance(step, Step) and step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
-    _prepare_token(step)
+    prepare_token(step)
     root = _address_of_root(step)
     interface = _choose_interface(step, root)  # before this rank arrives: later failures leave the others waiting
     server = _open_server(step, root) if step.rank == 0 else None
@@ -121,7 +114,7 @@ def report_failure(step: Step | Meeting, exit_code: int) -> None:
     failure = _FAILED.format(rank=step.rank, exit_code=exit_code).encode()
     with suppress(RunError):
         deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
-        _prepare_token(step)
+        prepare_token(step)
         root = _address_of_root(step)
         if step.rank != 0:
             _find_root(root, step, deadline, failure)
@@ -152,9 +145,6 @@ def _arrive_within_s(setting: str | None) -> float:
         return ARRIVE_WITHIN_S if setting is None else float(setting)
     except ValueError as error:
         raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {setting!r}.") from error
-
-
-_ALL = "0.0.0.0"
 
 
 def _open_server(step: Step | Meeting, address: str) -> StepServer:
@@ -210,12 +200,8 @@ def _wait_for_all(server: StepServer, step: Step | Meeting, deadline: float) -> 
     values = {}
     if isinstance(step, Meeting):
         try:
-            places = find_places(
-                [
-                    json.loads(report[len(_HERE) :])
-                    for report in [_report(step), *(reports[rank] for rank in range(1, step.size))]
-                ]
-            )
+            arrivals = [_report(step), *(reports[rank] for rank in range(1, step.size))]
+            places = find_places([json.loads(arrival.removeprefix(_HERE)) for arrival in arrivals])
         except UserError:
             _publish_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
             raise
@@ -419,7 +405,7 @@ def _horovod_variables(step: Step | Meeting, place: Place, address: str, port: i
 def _log_level(step: Step | Meeting) -> dict[str, str]:
     """Return a log level that keeps the address with its key out of the log. Without a token the key is no secret."""
     level = os.environ.get("HOROVOD_LOG_LEVEL", "").lower()
-    if level not in ("trace", "debug") or not _token():
+    if level not in ("trace", "debug") or not token():
         return {}
     if step.rank == 0:
         reason = f"HOROVOD_LOG_LEVEL={level} would write the rendezvous key into the log"
@@ -440,170 +426,3 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-_private_token = ""
-"""What ranks on one host have taken from a file of their user's, because nothing else gave them a token."""
-
-MAX_VALUE_BYTES = 4 << 20
-"""The limit of one value. gloo's values are about 140 bytes for each rank."""
-REQUEST_WITHIN_S = 5.0
-SPARE_PENDING = 32
-_FORBIDDEN = 403
-
-
-def key_of(step: str, port: int) -> str:
-    return _compute_hmac(f"key {step} {port}")
-
-
-def proof_of_root(step: str, port: int, nonce: str) -> str:
-    """Return root's proof. It includes the port, so a process on another port cannot reuse root's answer."""
-    return _compute_hmac(f"root {step} {port} {nonce}")
-
-
-def _compute_hmac(text: str) -> str:
-    return hmac.new(_token().encode(), text.encode(), hashlib.sha256).hexdigest()
-
-
-def _token() -> str:
-    """Return the secret of the ranks; "" if they have none: the key then follows from the step's name."""
-    return os.environ.get(TOKEN, "") or _private_token
-
-
-def _prepare_token(step: Step | Meeting) -> None:
-    """Read the token if the environment names a file, or if ranks on one host have none. Raises UserError."""
-    global _private_token
-    if name := os.environ.get(TOKEN_FILE):
-        try:
-            _private_token = Path(name).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise UserError(
-                f"{TOKEN_FILE}={name}: cannot be read: {reason}. It must hold the ranks' secret."
-            ) from error
-        if not _private_token:
-            raise UserError(f"{TOKEN_FILE}={name}: is empty; it must hold the secret that all ranks have.")
-        if os.environ.get(TOKEN, _private_token) != _private_token:
-            raise UserError(f"{TOKEN} and the file {TOKEN_FILE}={name} hold different secrets. Unset one of them.")
-    elif isinstance(step, Meeting) and step.is_one_host and step.size > 1 and not os.environ.get(TOKEN):
-        _private_token = own_token(Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}")
-
-
-def own_token(folder: Path) -> str:
-    """Return a secret that this user's processes on this host share. The first of them makes it.
-
-    Raises UserError if others could read it or could have written it.
-    """
-    path = folder / "token"
-    try:
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise UserError(
-                f"{folder} must be a folder that only you can read. Remove it, or set {TOKEN} for all ranks."
-            )
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if text := file.read().strip():
-                return text
-            text = secrets.token_hex(16)
-            file.write(text)
-            return text
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}. Set {TOKEN} for all ranks instead.") from error
-
-
-class StepServer(RendezvousHTTPServer):
-    """Closes a connection that sends no request in time, and the oldest when too many wait. 1024 more may queue."""
-
-    request_queue_size = 1024
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, host: str, port: int, step: str, size: int) -> None:
-        super().__init__((host, port), _Handler, 0)
-        self.step, self.key = step, key_of(step, port)
-        self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
-        self._max_pending = size + SPARE_PENDING
-        self._pending: dict[socket.socket, float] = {}
-        """The time by which each connection must have sent a request with the key; the oldest first."""
-        self._lock = threading.Lock()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:
-            # Usually no descriptors are left. The port stays ready, so without a pause this would be called in a loop.
-            time.sleep(0.1)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._pending[request] = time.monotonic() + REQUEST_WITHIN_S
-            while len(self._pending) > self._max_pending:
-                _shut_down(self._pending, next(iter(self._pending)))
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        super().service_actions()
-        now = time.monotonic()
-        with self._lock:
-            while self._pending and (oldest := next(iter(self._pending.items())))[1] <= now:
-                _shut_down(self._pending, oldest[0])
-
-    def admit(self, request: socket.socket) -> None:
-        with self._lock:
-            self._pending.pop(request, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.admit(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: a bad request ends only its connection, and does not concern the user."""
-
-
-def _shut_down(pending: dict[socket.socket, float], request: socket.socket) -> None:
-    """Shut the connection down. The thread that reads from it then reaches the end and closes it."""
-    del pending[request]
-    try:
-        request.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed already
-        return
-
-
-class _Handler(RendezvousHandler):
-    """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
-
-    server: StepServer
-    path: str
-    wbufsize = 1 << 18
-
-    def parse_request(self) -> bool:
-        if not super().parse_request():
-            return False
-        if proof_request := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
-            self._send_proof(proof_request[1])
-            return False
-        # Horovod's client appends :PORT to the address.
-        match = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
-        if match is None or not hmac.compare_digest(match[1], self.server.key):
-            self.send_status_code(_FORBIDDEN)
-            return False
-        self.server.admit(self.connection)
-        self.path = match[2]
-        length = self.headers.get("Content-Length", "0")
-        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
-            self.send_status_code(BAD_REQUEST)
-            return False
-        return True
-
-    def _send_proof(self, nonce: str) -> None:
-        port = self.server.server_address[1]
-        proof = proof_of_root(self.server.step, port, nonce).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(proof)))
-        self.end_headers()
-        self.wfile.write(proof)

@@ -21,6 +21,7 @@ import psutil
 from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
+from horovod_train.errors import START_AGAIN
 
 Way = Literal["mpirun", "launch"]
 """launch: by this process itself."""
@@ -76,7 +77,7 @@ class StartedRanks:
                     codes[rank] = 128 - code if code < 0 else code
                     if codes[rank] and not failed_at:
                         first, failed_at = rank, time.monotonic()
-            is_failure = any(code not in (0, 75) for code in codes.values())
+            is_failure = any(code not in (0, START_AGAIN) for code in codes.values())
             if is_failure and time.monotonic() - failed_at > OTHERS_END_WITHIN_S:
                 self.kill()
                 break

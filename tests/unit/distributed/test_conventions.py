@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from horovod_train.distributed.launch import rendezvous
+from horovod_train.distributed.launch import rendezvous, rendezvous_server
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, WITHOUT_TOKEN, read_launch
-from horovod_train.distributed.launch.rendezvous import Place, find_places, own_token
+from horovod_train.distributed.launch.rendezvous import Place, find_places
+from horovod_train.distributed.launch.rendezvous_server import own_token
 from horovod_train.errors import UserError
 
 SECRET = {TOKEN: "secret"}
@@ -285,22 +286,22 @@ def test_a_folder_that_others_could_read_or_have_made_is_refused(tmp_path: Path)
 def test_a_file_of_the_secret_is_read_and_must_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting: Any = read_launch(INDEXED | SECRET).step
     monkeypatch.delenv(TOKEN, raising=False)
-    monkeypatch.setattr(rendezvous, "_private_token", "")
+    monkeypatch.setattr(rendezvous_server, "_private_token", "")
     file = tmp_path / "token"
     monkeypatch.setenv(TOKEN_FILE, str(file))
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        rendezvous._prepare_token(meeting)
+        rendezvous_server.prepare_token(meeting)
     file.write_text("\n")
     with pytest.raises(UserError, match="is empty"):
-        rendezvous._prepare_token(meeting)
+        rendezvous_server.prepare_token(meeting)
     file.write_text("a secret\n")
-    rendezvous._prepare_token(meeting)
-    by_file = rendezvous.key_of(meeting.name, 1)
+    rendezvous_server.prepare_token(meeting)
+    by_file = rendezvous_server.key_of(meeting.name, 1)
     monkeypatch.setenv(TOKEN, "another")
     with pytest.raises(UserError, match="hold different secrets"):
-        rendezvous._prepare_token(meeting)
+        rendezvous_server.prepare_token(meeting)
     monkeypatch.setenv(TOKEN, "a secret")
-    assert rendezvous.key_of(meeting.name, 1) == by_file
+    assert rendezvous_server.key_of(meeting.name, 1) == by_file
 
 
 def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

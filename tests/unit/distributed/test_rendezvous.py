@@ -15,15 +15,10 @@ import psutil
 import pytest
 from strangers import messages
 
-from horovod_train.distributed.launch import key_value_store, rendezvous
+from horovod_train.distributed.launch import key_value_store, rendezvous_server
 from horovod_train.distributed.launch.launcher import TOKEN, Step
-from horovod_train.distributed.launch.rendezvous import (
-    MAX_VALUE_BYTES,
-    StepServer,
-    _address_of_root,
-    _is_root,
-    key_of,
-)
+from horovod_train.distributed.launch.rendezvous import _address_of_root, _is_root
+from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, StepServer, key_of
 
 STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
 
@@ -31,7 +26,7 @@ STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepServer]:
     monkeypatch.setenv(TOKEN, "secret")
-    monkeypatch.setattr(rendezvous, "REQUEST_WITHIN_S", 300.0)
+    monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 300.0)
     monkeypatch.setattr(key_value_store, "ANSWER_WITHIN_S", 300.0)
     started = StepServer("127.0.0.1", 0, STEP.name, size=2)
     started.key = key_of(STEP.name, started.server_address[1])
@@ -86,10 +81,10 @@ def test_root_is_who_knows_the_token_the_step_and_its_own_port(
     monkeypatch.setattr(server, "step", STEP.name)
     # A stranger on another port who passes on what root answers.
     relayed = key_value_store.ask("127.0.0.1", port, "GET", f"root.{'0' * 32}")
-    assert relayed == rendezvous.proof_of_root(STEP.name, port, "0" * 32).encode()
-    assert relayed != rendezvous.proof_of_root(STEP.name, port + 1, "0" * 32).encode()
+    assert relayed == rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode()
+    assert relayed != rendezvous_server.proof_of_root(STEP.name, port + 1, "0" * 32).encode()
     monkeypatch.setenv(TOKEN, "another")
-    assert rendezvous.proof_of_root(STEP.name, port, "0" * 32).encode() != relayed
+    assert rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode() != relayed
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 300) -> None:
@@ -107,7 +102,7 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
     server: StepServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = server.server_address[1]
-    most = 2 + rendezvous.SPARE_PENDING
+    most = 2 + rendezvous_server.SPARE_PENDING
     with ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=300)) for _ in range(150)]
         assert all(stranger.recv(1) == b"" for stranger in idle[:-most])  # the oldest go
@@ -116,7 +111,7 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
                 stranger.sendall(message)
         assert key_value_store.ask(f"127.0.0.1/{server.key}", port, "PUT", "1") == b""
-    monkeypatch.setattr(rendezvous, "REQUEST_WITHIN_S", 0.1)
+    monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 0.1)
     with socket.create_connection(("127.0.0.1", port), timeout=300) as slow:
         slow.send(b"GET /")
         assert slow.recv(1) == b""

@@ -1,0 +1,196 @@
+"""Horovod's rendezvous server for the ranks of one step: it answers only requests with the step's key.
+
+The key is the first part of every path, before Horovod's scope and key. The key and root's proof follow from a token
+that all ranks have, in their environment or in a private file: root proves that it knows the token before a rank sends
+it the key. Does not know when ranks may start; see rendezvous.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import socket
+import stat
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, RendezvousHTTPServer
+
+from horovod_train.distributed.launch import key_value_store
+from horovod_train.distributed.launch.conventions import Meeting
+from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, Step
+from horovod_train.errors import UserError
+
+MAX_VALUE_BYTES = 4 << 20
+"""The limit of one value. gloo's values are about 140 bytes for each rank."""
+REQUEST_WITHIN_S = 5.0
+SPARE_PENDING = 32
+_FORBIDDEN = 403
+
+_private_token = ""
+"""What ranks on one host have taken from a file of their user's, because nothing else gave them a token."""
+
+
+def key_of(step: str, port: int) -> str:
+    return _compute_hmac(f"key {step} {port}")
+
+
+def proof_of_root(step: str, port: int, nonce: str) -> str:
+    """Return root's proof. It includes the port, so a process on another port cannot reuse root's answer."""
+    return _compute_hmac(f"root {step} {port} {nonce}")
+
+
+def _compute_hmac(text: str) -> str:
+    return hmac.new(token().encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def token() -> str:
+    """Return the secret of the ranks; "" if they have none: the key then follows from the step's name."""
+    return os.environ.get(TOKEN, "") or _private_token
+
+
+def prepare_token(step: Step | Meeting) -> None:
+    """Read the token if the environment names a file, or if ranks on one host have none. Raises UserError."""
+    global _private_token
+    if name := os.environ.get(TOKEN_FILE):
+        try:
+            _private_token = Path(name).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise UserError(
+                f"{TOKEN_FILE}={name}: cannot be read: {reason}. It must hold the ranks' secret."
+            ) from error
+        if not _private_token:
+            raise UserError(f"{TOKEN_FILE}={name}: is empty; it must hold the secret that all ranks have.")
+        if os.environ.get(TOKEN, _private_token) != _private_token:
+            raise UserError(f"{TOKEN} and the file {TOKEN_FILE}={name} hold different secrets. Unset one of them.")
+    elif isinstance(step, Meeting) and step.is_one_host and step.size > 1 and not os.environ.get(TOKEN):
+        _private_token = own_token(Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}")
+
+
+def own_token(folder: Path) -> str:
+    """Return a secret that this user's processes on this host share. The first of them makes it.
+
+    Raises UserError if others could read it or could have written it.
+    """
+    path = folder / "token"
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise UserError(
+                f"{folder} must be a folder that only you can read. Remove it, or set {TOKEN} for all ranks."
+            )
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if text := file.read().strip():
+                return text
+            text = secrets.token_hex(16)
+            file.write(text)
+            return text
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}. Set {TOKEN} for all ranks instead.") from error
+
+
+class StepServer(RendezvousHTTPServer):
+    """Closes a connection that sends no request in time, and the oldest when too many wait. 1024 more may queue."""
+
+    request_queue_size = 1024
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, step: str, size: int) -> None:
+        super().__init__((host, port), _Handler, 0)
+        self.step, self.key = step, key_of(step, port)
+        self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
+        self._max_pending = size + SPARE_PENDING
+        self._pending: dict[socket.socket, float] = {}
+        """The time by which each connection must have sent a request with the key; the oldest first."""
+        self._lock = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Usually no descriptors are left. The port stays ready, so without a pause this would be called in a loop.
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._pending[request] = time.monotonic() + REQUEST_WITHIN_S
+            while len(self._pending) > self._max_pending:
+                _shut_down(self._pending, next(iter(self._pending)))
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        now = time.monotonic()
+        with self._lock:
+            while self._pending and (oldest := next(iter(self._pending.items())))[1] <= now:
+                _shut_down(self._pending, oldest[0])
+
+    def admit(self, request: socket.socket) -> None:
+        with self._lock:
+            self._pending.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.admit(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: a bad request ends only its connection, and does not concern the user."""
+
+
+def _shut_down(pending: dict[socket.socket, float], request: socket.socket) -> None:
+    """Shut the connection down. The thread that reads from it then reaches the end and closes it."""
+    del pending[request]
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed already
+        return
+
+
+class _Handler(RendezvousHandler):
+    """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
+
+    server: StepServer
+    path: str
+    wbufsize = 1 << 18
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if proof_request := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
+            self._send_proof(proof_request[1])
+            return False
+        # Horovod's client appends :PORT to the address.
+        match = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
+        if match is None or not hmac.compare_digest(match[1], self.server.key):
+            self.send_status_code(_FORBIDDEN)
+            return False
+        self.server.admit(self.connection)
+        self.path = match[2]
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
+            self.send_status_code(BAD_REQUEST)
+            return False
+        return True
+
+    def _send_proof(self, nonce: str) -> None:
+        port = self.server.server_address[1]
+        proof = proof_of_root(self.server.step, port, nonce).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(proof)))
+        self.end_headers()
+        self.wfile.write(proof)
