@@ -1,20 +1,24 @@
-"""The command `launch`: start ranks on this host, and start them again from the newest checkpoint when one is lost.
+"""The command `launch`: start ranks here or on several hosts, and again from the newest checkpoint when one is lost.
 
 horovod-train launch -np 4 --min-np 2 --max-restarts 10 -- --config A.yaml train.epochs=5
+horovod-train launch -H n1:4,n2:4 -- --config A.yaml
 horovod-train launch -np 4 --run-dir runs/a -- python train.py
 
 Decides by the exit codes of the ranks and by the newest checkpoint. How ranks are started and watched: see
-distributed/launch/started_ranks.
+distributed/launch/started_ranks and hosts. Started once on each host by something else (Kubernetes' Indexed Job,
+TF_CONFIG, and whatever names rank, size and a meeting place), it starts the ranks of that host alone, and those of all
+hosts meet.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,10 +26,20 @@ from typing import Literal, NamedTuple
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
 from horovod_train.commands.cli import Parser, add_config_arguments, count, load_config
 from horovod_train.commands.first_run import CONFIG
-from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.launch import hosts, launcher
+from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE, Meeting
+from horovod_train.distributed.launch.hosts import Host
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
-from horovod_train.distributed.launch.local import best_way, launch_command
-from horovod_train.distributed.launch.started_ranks import Ended, StartedRanks, Way
+from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
+from horovod_train.distributed.launch.started_ranks import (
+    SSH_LOST,
+    Ended,
+    Kind,
+    StartedRanks,
+    new_meeting,
+    start_by_mpirun,
+    start_here,
+)
 from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
 
@@ -34,19 +48,32 @@ MAX_PAUSE_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-np", "--np", type=count, required=True, metavar="N", help="the number of ranks")
+    parser.add_argument("-np", "--np", type=count, metavar="N", help="the number of ranks; default: all slots of -H")
     parser.add_argument(
         "--min-np",
         type=count,
         metavar="N",
-        help="start again with as few as this, if starts with more ranks fail; default: the same as -np",
+        help="start again with as few as this, if hosts are lost or starts with more ranks fail; default: as -np",
     )
     parser.add_argument("--max-restarts", type=_at_least_0, default=10, metavar="N", help="default %(default)s")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="start the ranks there, over ssh; default: here")
+    where.add_argument(
+        "--host-discovery",
+        metavar="SCRIPT",
+        help="a program that prints HOST:SLOTS on each line; asked before each start, so that hosts may join",
+    )
+    parser.add_argument(
+        "--slots",
+        type=count,
+        metavar="N",
+        help="ranks of a host whose number is not said; default: 1. Where each host starts launch: default its GPUs",
+    )
     parser.add_argument(
         "--over",
         choices=("auto", "mpi", "gloo"),
         default="auto",
-        help="how ranks on CPUs exchange; auto: MPI if it works here, else gloo",
+        help="how ranks on CPUs of this host exchange; auto: MPI if it works here, else gloo",
     )
     parser.add_argument(
         "--run-dir",
@@ -65,34 +92,131 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     started_by = launcher.detect()
-    if started_by.size > 1:
+    started_by.check()
+    meeting = started_by.step
+    if isinstance(meeting, Meeting) and meeting.is_one_a_host and meeting.launcher != "launch":
+        plan = _plan_of_member(arguments, meeting)
+    elif started_by.size > 1 or meeting is not None:
         raise UserError(
             f"launch: {started_by.launcher} has started {started_by.size} of it, and each would start ranks. Start the "
             "training without launch, or one launch without a launcher."
         )
-    min_np = arguments.min_np or arguments.np
-    if min_np > arguments.np:
-        raise UserError(f"launch: --min-np must be at most -np, {arguments.np}; received {min_np}.")
+    elif arguments.hosts is not None or arguments.host_discovery is not None:
+        plan = _plan_of_hosts(arguments)
+    else:
+        plan = _plan_of_this_host(arguments)
+    min_np = arguments.min_np or plan.ranks
+    if min_np > plan.ranks:
+        raise UserError(f"launch: --min-np must be at most -np, {plan.ranks}; received {min_np}.")
     program = _program(arguments)
-    way, why = _choose_way(arguments.over)
     if arguments.dry_run:
-        to_stdout(shlex.join([*(launch_command("mpirun", arguments.np) if way == "mpirun" else []), *program.first]))
+        to_stdout(shlex.join([*plan.shown, *program.first]))
         return 0
-    to_stderr(f"launch: ranks are started by {'mpirun' if way == 'mpirun' else 'launch itself'}: {why}")
-    return _Supervisor(program, way, arguments.np, min_np, arguments.max_restarts).run()
+    to_stderr(f"launch: {plan.how}")
+    return _Supervisor(program, plan, plan.ranks, min_np, arguments.max_restarts).run()
 
 
 def _at_least_0(text: str) -> int:
     return 0 if text == "0" else count(text)
 
 
-def _choose_way(over: str) -> tuple[Way, str]:
-    if over == "mpi":
-        return "mpirun", "--over mpi"
-    if over == "gloo":
-        return "launch", "gloo, because of --over gloo"
-    way, why = best_way()
-    return ("mpirun", why) if way == "mpirun" else ("launch", why)
+class NotEnough(Exception):
+    """Fewer ranks than wanted have room on the hosts that answer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How ranks are started."""
+
+    ranks: int
+    how: str
+    """For the user."""
+    start: Callable[[Sequence[str], int, int], StartedRanks]
+    """Start a program on at most so many ranks, and at least so many. Raises NotEnough, OSError."""
+    shown: Sequence[str] = ()
+    """The words before the program, of a command that would do the same."""
+    may_wait: bool = False
+    """Whether to wait for hosts already at the first start."""
+
+
+def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
+    if arguments.np is None:
+        raise UserError("launch: -np N is required: the number of ranks; or -H HOST:SLOTS,… for several hosts.")
+    if arguments.slots is not None:
+        raise UserError("launch: --slots is for ranks on several hosts; -np says how many there are on this one.")
+    why = {"mpi": "--over mpi", "gloo": "gloo, because of --over gloo"}.get(arguments.over)
+    is_mpi = arguments.over == "mpi"
+    if why is None:
+        way, why = best_way()
+        is_mpi = way == "mpirun"
+    if is_mpi:
+        how, shown = f"ranks are started by mpirun: {why}", launch_command("mpirun", arguments.np)
+        return Plan(arguments.np, how, lambda words, most, _: start_by_mpirun(most, words), shown)
+    how = f"ranks are started by launch itself: {why}"
+    return Plan(arguments.np, how, lambda words, most, _: start_here(new_meeting(most, "localhost"), 0, most, words))
+
+
+def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting) -> Plan:
+    """Return the plan where something else has started one launch on each host, which starts that host's ranks."""
+    if arguments.hosts is not None or arguments.host_discovery is not None or arguments.over == "mpi":
+        raise UserError(
+            f"launch: {meeting.launcher} has started {meeting.size} of it, and each starts the ranks of its own host, "
+            "which meet over gloo: leave out -H, --host-discovery and --over mpi."
+        )
+    slots = arguments.slots or len(list_gpus()) or 1
+    ranks = slots * meeting.size
+    if (arguments.np or ranks) != ranks or (arguments.min_np or ranks) != ranks:
+        raise UserError(
+            f"launch: {meeting.launcher} has started {meeting.size} of it, each for {slots} rank(s) of its host: "
+            f"there are always {ranks}. --slots says how many a host has. Leave out -np and --min-np."
+        )
+    together = {SIZE: str(ranks), ROOT: meeting.root, JOB: meeting.name, PORT: str(meeting.port or "")}
+
+    def begin(words: Sequence[str], _most: int, _least: int) -> StartedRanks:
+        return start_here({**_secret(), **together}, meeting.rank * slots, slots, words)
+
+    return Plan(ranks, f"{meeting.launcher} has started {meeting.size} of it; {slots} of {ranks} ranks are here", begin)
+
+
+def _secret() -> dict[str, str]:
+    """Return the secret of all hosts as their launcher gave it; start_here passes on no file that holds one."""
+    return {name: os.environ[name] for name in (launcher.TOKEN, launcher.TOKEN_FILE) if name in os.environ}
+
+
+def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
+    if arguments.over == "mpi":
+        raise UserError("launch: ranks on several hosts meet over gloo or NCCL; leave out --over mpi, or use mpirun.")
+    slots = arguments.slots or 1
+
+    def find() -> list[Host]:
+        if arguments.host_discovery is not None:
+            return hosts.discover_hosts(arguments.host_discovery, slots)
+        return hosts.parse_hosts([word for word in arguments.hosts.split(",") if word], "-H", slots)
+
+    found = find()
+    if arguments.hosts is not None and not found:
+        raise UserError("launch: -H: expected HOST:SLOTS, such as n1:4; received nothing.")
+    ranks = arguments.np or sum(host.slots for host in found)
+    if not ranks:
+        raise UserError("launch: --host-discovery names no host yet; say by -np how many ranks are wanted.")
+    if arguments.hosts is not None and sum(host.slots for host in found) < ranks:
+        raise UserError(f"launch: -H names {sum(host.slots for host in found)} slots; -np wants {ranks}.")
+
+    def begin(words: Sequence[str], most: int, least: int) -> StartedRanks:
+        there = find()
+        silent = hosts.ask_hosts(there)
+        for name, reason in silent.items():
+            to_stderr(f"launch: {name} is left out, because it does not answer: {reason}")
+        shares = hosts.share_out([host for host in there if host.name not in silent], most)
+        if (room := sum(share.ranks for share in shares)) < least:
+            raise NotEnough(f"the hosts that answer have room for {room} rank(s), and at least {least} must start")
+        if room < most:
+            to_stderr(f"launch: {room} rank(s) in place of {most}, which is what the hosts that answer have room for")
+        return hosts.start_on_hosts(shares, words)
+
+    named = ", ".join(f"{host.name}:{host.slots}" for host in found)
+    may_join = arguments.host_discovery is not None
+    return Plan(ranks, f"ranks are started over ssh on {named or 'hosts to come'}", begin, may_wait=may_join)
 
 
 class Program(NamedTuple):
@@ -132,8 +256,8 @@ class Verdict(NamedTuple):
     why: str
 
 
-def judge(ended: Ended, way: Way, *, asked_by: int) -> Verdict:
-    """Decide by the exit codes of the ranks. asked_by: the signal that asked for the end; 0 if none has."""
+def judge(ended: Ended, kind: Kind, *, asked_by: int) -> Verdict:
+    """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has."""
     codes = set(ended.codes.values())
     if codes == {0}:
         return Verdict("done", 0, "done")
@@ -144,12 +268,7 @@ def judge(ended: Ended, way: Way, *, asked_by: int) -> Verdict:
         if code in codes:
             return Verdict("stop", code, why)
     first = ended.codes.get(ended.first, 1)
-    who = "mpirun" if way == "mpirun" else f"rank {ended.first}"
-    how = f"{who} ended with exit code {first}"
-    if first > 128 and way != "mpirun":
-        how = f"{who} was killed by {_signal_name(first - 128)}"
-    elif first > 128:
-        how = f"a rank was killed by {_signal_name(first - 128)}"
+    how = _how_it_ended(kind, ended.first, first)
     if asked_by:
         is_saved = codes <= {0, START_AGAIN}
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
@@ -157,6 +276,15 @@ def judge(ended: Ended, way: Way, *, asked_by: int) -> Verdict:
     if codes <= {0, START_AGAIN}:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
     return Verdict("again", first, how)
+
+
+def _how_it_ended(kind: Kind, name: str, code: int) -> str:
+    if kind == "host" and code == SSH_LOST:
+        return f"{name} is lost: ssh does not reach it any more"
+    who = {"rank": f"rank {name}", "mpirun": "mpirun", "host": f"a rank on {name}"}[kind]
+    if code <= 128:
+        return f"{who} ended with exit code {code}"
+    return f"{'a rank' if kind == 'mpirun' else who} was killed by {_signal_name(code - 128)}"
 
 
 def _signal_name(number: int) -> str:
@@ -171,7 +299,7 @@ class _Supervisor:
     """Starts the ranks until they are done, or until that no longer helps."""
 
     program: Program
-    way: Way
+    plan: Plan
     ranks: int
     min_ranks: int
     max_restarts: int
@@ -185,9 +313,8 @@ class _Supervisor:
         restarts, in_vain, newest = 0, 0, self._newest()
         while True:
             self._say_start(restarts, newest)
-            ended = self._start(self.program.later if restarts else self.program.first)
-            verdict = judge(ended, self.way, asked_by=self._asked_by)
-            after = f"{verdict.why}, after {ended.seconds:.0f} s"
+            verdict, seconds, lost = self._start(is_first=not restarts)
+            after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows != "again":
                 to_stderr(f"launch: {after if verdict.follows == 'done' else f'stopped: {after}'}")
                 return verdict.code
@@ -195,23 +322,32 @@ class _Supervisor:
             in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
             if restarts == self.max_restarts:
                 return self._give_up(f"{after}; --max-restarts {self.max_restarts} is used up", verdict.code)
-            if in_vain >= 2:
-                lost = sum(code > 128 for code in ended.codes.values()) or 1
+            if in_vain >= 2 and lost:
                 if self.ranks == self.min_ranks:
                     where = "no checkpoint" if newest is None else f"no checkpoint after that of step {newest}"
                     return self._give_up(f"{after}; two starts in a row have left {where}", verdict.code)
                 self.ranks, in_vain = max(self.min_ranks, self.ranks - lost), 0
             restarts += 1
-            pause_s = min(MAX_PAUSE_S, 2.0 ** (in_vain - 1)) if in_vain else 0.0
+            # Hosts that do not answer may need minutes; ranks that fail without progress need some distance in time.
+            pause_s = min(MAX_PAUSE_S, 2.0 ** (restarts if not lost else in_vain - 1)) if in_vain or not lost else 0.0
             to_stderr(f"launch: {after}" + (f"; next start in {pause_s:.0f} s" if pause_s else ""))
             self._pause(pause_s)
             if self._asked_by:
                 to_stderr(f"launch: stopped: asked by {_signal_name(self._asked_by)} between two starts")
                 return START_AGAIN
 
-    def _start(self, command: Sequence[str]) -> Ended:
+    def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:
+        """Start the ranks and wait; return what follows, after how many seconds, and how many ranks were lost.
+
+        0 are lost if the hosts had no room to start.
+        """
+        command = self.program.first if is_first else self.program.later
         try:
-            self._started = StartedRanks(self.way, self.ranks, command)
+            self._started = self.plan.start(command, self.ranks, self.min_ranks)
+        except NotEnough as error:
+            if is_first and not self.plan.may_wait:
+                raise UserError(f"launch: {error}.") from error
+            return Verdict("again", 1, str(error)), 0.0, 0
         except OSError as error:
             raise UserError(
                 f"launch: {command[0]}: {error.strerror}. Name a program that each rank can run."
@@ -219,10 +355,12 @@ class _Supervisor:
         try:
             if self._asked_by:  # while the ranks were being started
                 self._started.send(self._asked_by)
-            return self._started.wait()
+            ended = self._started.wait()
         finally:
             self._started.kill()
-            self._started = None
+            kind, self._started = self._started.kind, None
+        killed = sum(code > 128 for code in ended.codes.values())
+        return judge(ended, kind, asked_by=self._asked_by), ended.seconds, killed or 1
 
     def _on_signal(self, number: int, _: object) -> None:
         self._asked_by = self._asked_by or number

@@ -7,15 +7,13 @@ first op.
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig
+from horovod_train.distributed.launch.local import list_gpus
 from horovod_train.errors import UserError
 
 
@@ -146,21 +144,3 @@ def find_uuid(name: str, uuids: Mapping[int, str]) -> str | None:
         return uuids.get(int(name))
     matches = [uuid for uuid in uuids.values() if uuid.startswith(name)]
     return matches[0] if len(matches) == 1 else None
-
-
-def list_gpus() -> dict[int, str]:
-    """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    try:
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return parse_gpus(finished.stdout) if finished.returncode == 0 else {}
-
-
-def parse_gpus(text: str) -> dict[int, str]:
-    """Parse nvidia-smi's lines `0, GPU-5a…` into UUIDs by index; leave out others, such as those of a lost GPU."""
-    rows = re.findall(r"^\s*(\d+)\s*,\s*(GPU-\S+)\s*$", text, re.MULTILINE)
-    return {int(index): uuid for index, uuid in rows}

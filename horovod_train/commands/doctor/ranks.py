@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.commands.doctor import CheckResult, fail, ok, warning
-from horovod_train.distributed.device import list_gpus
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce, mpi_place, scheduler_tasks
+from horovod_train.distributed.launch.local import list_gpus
 from horovod_train.distributed.optimizer import DistributedOptimizer
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from horovod_train.errors import UserError
 
-ROOT, SIZE, PORT, JOB = (f"HOROVOD_TRAIN_{name}" for name in ("ROOT", "SIZE", "PORT", "JOB"))
-"""Variables of ours, for launchers that do not say it: the host of rank 0, the number of ranks, a port there, and a
-name that no other job has at the same time."""
+RANK, LOCAL_RANK, SIZE, ROOT, PORT, JOB = (
+    f"HOROVOD_TRAIN_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "ROOT", "PORT", "JOB")
+)
+"""Variables of ours. The first two are those of `launch`; the others also serve launchers that do not say it: the
+number of ranks, the host of rank 0, a port there, and a name that no other job has at the same time."""
 
 
 class Convention(NamedTuple):
@@ -39,15 +41,15 @@ class Convention(NamedTuple):
 
 
 CONVENTIONS = (
-    # `horovod-train launch`, and any launcher that sets these five.
+    # `horovod-train launch`, and any launcher that sets these six.
     Convention(
         launcher="launch",
-        shows_by=("HOROVOD_TRAIN_RANK",),
-        rank=("HOROVOD_TRAIN_RANK",),
+        shows_by=(RANK,),
+        rank=(RANK,),
         size=(SIZE,),
         root=(ROOT,),
         port=(PORT,),
-        local_rank=("HOROVOD_TRAIN_LOCAL_RANK",),
+        local_rank=(LOCAL_RANK,),
         job=(JOB,),
     ),
     # https://docs.pytorch.org/docs/stable/elastic/run.html, Environment Variables. Without TORCHELASTIC_RUN_ID:
@@ -131,8 +133,14 @@ class Meeting:
     name: str
     """Unique to this job, and the same on all its ranks."""
     local_rank: int | None = None
+    local_size: int | None = None
     is_one_host: bool = False
     """Whether the environment shows that all ranks are on one host."""
+
+    @property
+    def is_one_a_host(self) -> bool:
+        """Whether each host may have one process of it, as far as the environment shows."""
+        return self.size == 1 or not (self.is_one_host or self.local_rank or (self.local_size or 1) > 1)
 
 
 def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
@@ -223,6 +231,7 @@ def _read(convention: Convention, environment: Mapping[str, str]) -> Meeting:
         port=free_port,
         name="/".join([convention.launcher, *names, root, str(port or ""), str(size)]),
         local_rank=local_rank,
+        local_size=local_size,
         is_one_host=is_one_host,
     )
 

@@ -114,6 +114,24 @@ def is_linked_with_mpi(library: Path) -> bool:
         return content.find(b"libmpi") >= 0
 
 
+def list_gpus() -> dict[int, str]:
+    """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_gpus(finished.stdout) if finished.returncode == 0 else {}
+
+
+def parse_gpus(text: str) -> dict[int, str]:
+    """Parse nvidia-smi's lines `0, GPU-5a…` into UUIDs by index; leave out others, such as those of a lost GPU."""
+    rows = re.findall(r"^\s*(\d+)\s*,\s*(GPU-\S+)\s*$", text, re.MULTILINE)
+    return {int(index): uuid for index, uuid in rows}
+
+
 def start_program(
     command: Sequence[str], environment: Mapping[str, str] | None = None, *, own_session: bool = False
 ) -> subprocess.Popen[str]:

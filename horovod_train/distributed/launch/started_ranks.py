@@ -1,12 +1,14 @@
-"""The ranks of one start on this host: started, sent signals, waited for. Does not decide what follows.
+"""The ranks of one start: started, sent signals, waited for. Does not decide what follows; see commands/launch.
 
-Ranks are started by mpirun where MPI works, because it exchanges in shared memory; otherwise by this process itself,
-and they meet as those of the convention `launch` do. Imports neither Horovod nor TensorFlow; see commands/launch.
+On one host they are started by mpirun where MPI works, because it exchanges in shared memory; otherwise by this process
+itself, and they meet as those of the convention `launch` do. On several hosts an agent on each starts them in this way;
+see hosts. Imports neither Horovod nor TensorFlow.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -18,93 +20,145 @@ from typing import Literal
 
 import psutil
 
-from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
+from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, RANK, ROOT, SIZE
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import START_AGAIN
 
-Way = Literal["mpirun", "launch"]
-"""launch: by this process itself."""
+Kind = Literal["rank", "mpirun", "host"]
+"""What a process of a start is: a rank, the mpirun of all ranks, or the agent of a host's ranks."""
 
 OTHERS_END_WITHIN_S = 30.0
 """How long ranks may take to notice that one has failed, and to end; then they are killed."""
+SSH_LOST = 255
+"""What ssh ends with if it cannot reach the host, or reaches it no longer."""
+OTHERS_END_AFTER_LOSS_S = 5.0
+"""The same where a host is lost: ranks elsewhere wait for it in vain, and can save nothing more."""
+AGENT_ENDS_WITHIN_S = 5.0
 POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a start ended. codes: exit code of each rank that ended by itself, 128 + signal if it was killed."""
+    """How a start ended. codes: exit code of each process that ended by itself, 128 + signal if it was killed.
 
-    codes: Mapping[int, int]
-    """Under mpirun only that of mpirun, which is the first that was not 0."""
-    first: int
-    """The rank that ended first of those with a code that is not 0; 0 if there was none."""
+    That of mpirun, and of a host's agent, is the first of its ranks that was not 0.
+    """
+
+    codes: Mapping[str, int]
+    """By the name of the process: that of a rank is its number, that of an agent its host."""
+    first: str
+    """The process that ended first of those that failed; "" if none has."""
     seconds: float
-    failed_at: float
-    """When it ended, by time.monotonic()."""
+
+
+class Started:
+    """One process of a start."""
+
+    def __init__(self, kind: Kind, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.kind, self.name, self.process = kind, name, process
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to every rank that still runs. mpirun itself would answer some by killing its ranks."""
+        if self.process.poll() is not None:
+            return
+        if self.kind == "rank":
+            self.process.send_signal(number)
+        elif self.kind == "host":
+            self._tell_agent(number)
+        else:
+            for rank in psutil.Process(self.process.pid).children():
+                try:
+                    rank.send_signal(number)
+                except psutil.NoSuchProcess:
+                    continue
+
+    def kill(self) -> None:
+        """Kill the ranks that still run, and wait for the end of the process."""
+        if self.process.poll() is None:
+            if self.kind != "rank":
+                self.send(signal.SIGKILL)
+            if self.kind == "host":
+                try:
+                    self.process.wait(AGENT_ENDS_WITHIN_S)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+            else:
+                self.process.kill()
+            self.process.wait()
+
+    def _tell_agent(self, number: int) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(b"%d\n" % number)
+            self.process.stdin.flush()
+        except OSError:  # its host is lost; ssh will end
+            return
 
 
 class StartedRanks:
     """Processes that have been started together."""
 
-    def __init__(self, way: Way, ranks: int, program: Sequence[str]) -> None:
-        self.way, self._began = way, time.monotonic()
-        if way == "mpirun":
-            self._processes = [_start([*launch_command("mpirun", ranks), *program], os.environ)]
-        else:
-            inherited = {name: value for name, value in os.environ.items() if name not in (PORT, TOKEN_FILE)}
-            self._processes = [_start(program, inherited | place) for place in _places(ranks)]
+    def __init__(self, processes: Sequence[Started]) -> None:
+        self.kind = processes[0].kind
+        self._processes, self._began = processes, time.monotonic()
 
     def send(self, number: int) -> None:
-        """Pass a signal on to every rank that still runs. mpirun itself would answer some by killing its ranks."""
-        for process in self._processes:
-            if process.poll() is None:
-                started = psutil.Process(process.pid).children() if self.way == "mpirun" else [process]
-                for rank in started:
-                    try:
-                        rank.send_signal(number)
-                    except psutil.NoSuchProcess:
-                        continue
+        for started in self._processes:
+            started.send(number)
 
     def wait(self) -> Ended:
-        """Return when all ranks have ended. Those that do not end after one has failed are killed."""
-        codes: dict[int, int] = {}
-        first, failed_at = 0, 0.0
+        """Return when all processes have ended. Those that do not end after one has failed are killed."""
+        codes: dict[str, int] = {}
+        first, kill_at = "", math.inf
         while len(codes) < len(self._processes):
-            for rank, process in enumerate(self._processes):
-                if rank not in codes and (code := process.poll()) is not None:
-                    codes[rank] = 128 - code if code < 0 else code
-                    if codes[rank] and not failed_at:
-                        first, failed_at = rank, time.monotonic()
-            is_failure = any(code not in (0, START_AGAIN) for code in codes.values())
-            if is_failure and time.monotonic() - failed_at > OTHERS_END_WITHIN_S:
+            for started in self._processes:
+                if started.name not in codes and (code := started.process.poll()) is not None:
+                    codes[started.name] = 128 - code if code < 0 else code
+                    if codes[started.name] in (0, START_AGAIN):
+                        continue
+                    first = first or started.name
+                    is_lost = started.kind == "host" and codes[started.name] == SSH_LOST
+                    wait_s = OTHERS_END_AFTER_LOSS_S if is_lost else OTHERS_END_WITHIN_S
+                    kill_at = min(kill_at, time.monotonic() + wait_s)
+            if time.monotonic() > kill_at:
                 self.kill()
                 break
             time.sleep(POLL_S)
-        return Ended(codes, first, time.monotonic() - self._began, failed_at)
+        return Ended(codes, first, time.monotonic() - self._began)
 
     def kill(self) -> None:
         """Kill the ranks that still run, and wait for their ends."""
-        for process in self._processes:
-            if process.poll() is None:
-                if self.way == "mpirun":
-                    self.send(signal.SIGKILL)
-                process.kill()
-                process.wait()
+        for started in self._processes:
+            started.kill()
 
 
-def _places(ranks: int) -> list[dict[str, str]]:
-    """Return the environment of each rank. The secret is new for each start, so that no earlier rank can join it."""
-    together = {
-        SIZE: str(ranks),
-        ROOT: "localhost",
-        JOB: secrets.token_hex(8),
-        TOKEN: secrets.token_hex(16),
-    }
-    return [
-        {**together, "HOROVOD_TRAIN_RANK": str(rank), "HOROVOD_TRAIN_LOCAL_RANK": str(rank)} for rank in range(ranks)
-    ]
+def start_by_mpirun(ranks: int, program: Sequence[str]) -> StartedRanks:
+    return StartedRanks([Started("mpirun", "mpirun", start([*launch_command("mpirun", ranks), *program], os.environ))])
+
+
+def new_meeting(ranks: int, root: str) -> dict[str, str]:
+    """Return what all ranks of a start have in their environment. root: the host of rank 0.
+
+    Name and secret are new, so that no rank of an earlier start can join it.
+    """
+    return {SIZE: str(ranks), ROOT: root, JOB: secrets.token_hex(8), TOKEN: secrets.token_hex(16)}
+
+
+def start_here(meeting: Mapping[str, str], first: int, ranks: int, program: Sequence[str]) -> StartedRanks:
+    """Start `ranks` ranks from `first` on, on this host. meeting: see new_meeting. Raises OSError."""
+    given = {name: value for name, value in os.environ.items() if name not in (PORT, TOKEN_FILE)}
+    started: list[Started] = []
+    try:
+        for local_rank in range(ranks):
+            place = {RANK: str(first + local_rank), LOCAL_RANK: str(local_rank)}
+            started.append(Started("rank", place[RANK], start(program, {**given, **meeting, **place})))
+    except OSError:
+        for each in started:
+            each.kill()
+        raise
+    return StartedRanks(started)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -115,12 +169,13 @@ def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], environment: Mapping[str, str], *, is_agent: bool = False) -> subprocess.Popen[bytes]:
+    """Start a process that gets SIGTERM when this one ends. That of an agent's is read from; see hosts."""
     # A session of its own: Ctrl-C would reach the ranks from the terminal too, and a second one ends them unsaved.
     return subprocess.Popen(
         list(command),
         env=dict(environment),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if is_agent else subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=None if is_agent else _end_with_parent,  # an agent sees that its input ends
     )

@@ -14,7 +14,7 @@ from conftest import HANGS_AFTER_S, PROJECT, Finished, rank_environment, run_pro
 
 from horovod_train.commands.launch import judge
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.distributed.launch.started_ranks import Ended, Way
+from horovod_train.distributed.launch.started_ranks import Ended, Kind
 
 LAUNCH = [sys.executable, "-m", "horovod_train.main", "launch"]
 
@@ -42,26 +42,44 @@ def launch(*words: object) -> Finished:
     ],
 )
 def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, follows: str, code: int) -> None:
-    first = next((rank for rank, each in enumerate(codes) if each not in (0, 75)), 0)
-    verdict = judge(Ended(dict(enumerate(codes)), first, 1.0, 0.0), "launch", asked_by=asked_by)
+    by_rank = {str(rank): each for rank, each in enumerate(codes)}
+    first = next((rank for rank, each in by_rank.items() if each not in (0, 75)), "")
+    verdict = judge(Ended(by_rank, first, 1.0), "rank", asked_by=asked_by)
     assert (verdict.follows, verdict.code) == (follows, code)
 
 
 @pytest.mark.parametrize(
-    ("way", "who"), [("launch", "rank 1 was killed by SIGKILL"), ("mpirun", "a rank was killed by")]
+    ("kind", "first", "code", "who"),
+    [
+        ("rank", "1", 137, "rank 1 was killed by SIGKILL"),
+        ("mpirun", "mpirun", 137, "a rank was killed by SIGKILL"),
+        ("host", "n2", 137, "a rank on n2 was killed by SIGKILL"),
+        ("host", "n2", 1, "a rank on n2 ended with exit code 1"),
+        ("host", "n2", 255, "n2 is lost: ssh does not reach it any more"),
+    ],
 )
-def test_a_lost_rank_is_named_where_it_is_known(way: Way, who: str) -> None:
-    codes = {0: 1, 1: 137} if way == "launch" else {0: 137}
-    assert judge(Ended(codes, 1 if way == "launch" else 0, 1.0, 0.0), way, asked_by=0).why.startswith(who)
+def test_a_lost_rank_is_named_where_it_is_known(kind: Kind, first: str, code: int, who: str) -> None:
+    assert judge(Ended({first: code}, first, 1.0), kind, asked_by=0).why == who
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["-np", "0", "--", "true"], "argument -np/--np: expected a whole number of at least 1; received '0'"),
-        (["--", "true"], "the following arguments are required: -np/--np"),
+        (["--", "true"], "-np N is required: the number of ranks; or -H HOST:SLOTS"),
         (["-np", "2", "--min-np", "3", "--", "true"], "--min-np must be at most -np, 2; received 3"),
         (["-np", "2", "--max-restarts", "-1", "--", "true"], "argument --max-restarts: expected"),
+        (["-np", "2", "--slots", "2", "--", "true"], "--slots is for ranks on several hosts"),
+        (["-H", "n1:x", "--", "true"], "-H: expected HOST:SLOTS, such as n1:4; received 'n1:x'"),
+        (["-H", "n1:2,n1:2", "--", "true"], "n1 is named twice"),
+        (["-H", "localhost:2,n1:2", "--", "true"], "localhost is another host for each of them"),
+        (["-H", ",", "--", "true"], "-H: expected HOST:SLOTS"),
+        (["-H", "n1:2", "-np", "3", "--", "true"], "-H names 2 slots; -np wants 3"),
+        (["-H", "n1:2", "--over", "mpi", "--", "true"], "leave out --over mpi"),
+        (["-H", "n1:2", "--host-discovery", "a", "--", "true"], "not allowed with argument"),
+        (["--host-discovery", "/no/such", "--", "true"], "--host-discovery /no/such: No such file or directory"),
+        (["--host-discovery", "false", "--", "true"], "--host-discovery false: ended with exit code 1"),
+        (["--host-discovery", "true", "--", "true"], "names no host yet; say by -np"),
         (["-np", "2", "--run-dir", "a", "--", "--config", "a.yaml"], "--run-dir is for a script"),
         (["-np", "2", "--over", "gloo", "--", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["-np", "2", "--over", "gloo", "--", "no-such-program"], "no-such-program: No such file or directory"),

@@ -15,7 +15,7 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 from horovod_train.config.settings import DeviceConfig
 from horovod_train.distributed import device
 from horovod_train.distributed.device import Device, choose_gpus, pin, share_of_cores
-from horovod_train.distributed.launch import key_value_store
+from horovod_train.distributed.launch import key_value_store, local
 from horovod_train.errors import RunError, UserError
 
 
@@ -100,13 +100,13 @@ def test_gpu_is_known_by_its_uuid(name: str, uuid: str | None) -> None:
 
 
 def test_uuids_are_read_off_the_drivers_list() -> None:
-    assert device.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == {0: "GPU-aa", 1: "GPU-bb"}
-    assert device.parse_gpus("No devices were found\n") == {}
+    assert local.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == {0: "GPU-aa", 1: "GPU-bb"}
+    assert local.parse_gpus("No devices were found\n") == {}
 
 
 def test_a_lost_gpu_does_not_keep_the_others_from_starting() -> None:
     said = "0, GPU-aa\n[Unknown Error], GPU-bb\n2, [GPU is lost]\n3, GPU-dd\nUnable to reach it, try again\n"
-    assert device.parse_gpus(said) == {0: "GPU-aa", 3: "GPU-dd"}
+    assert local.parse_gpus(said) == {0: "GPU-aa", 3: "GPU-dd"}
 
 
 @pytest.mark.parametrize(

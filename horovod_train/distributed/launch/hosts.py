@@ -1,0 +1,163 @@
+"""Ranks on several hosts: which hosts there are, which of them answer, and their ranks, started over ssh.
+
+`ssh HOST` starts an agent on each host (host_agent) and gives it an order: one line of JSON, and then the number of a
+signal on each line. ssh returns the exit code of the agent, which is that of its ranks, and 255 if the host is lost.
+horovodrun would end with 1 for every reason, and pass no signal on. Secrets travel in the order, not on a command line,
+which other users can read. Imports neither Horovod nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from horovod_train.distributed.launch.conventions import is_loopback
+from horovod_train.distributed.launch.started_ranks import Started, StartedRanks, new_meeting, start
+from horovod_train.errors import UserError
+
+SSH = (
+    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
+    # A host that is switched off says nothing. The ranks elsewhere notice it as fast, by their heartbeats.
+    *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"),
+)
+ANSWER_WITHIN_S = 20.0
+DISCOVER_WITHIN_S = 60.0
+_STAY_HERE = re.compile(r"HOSTNAME|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|PWD|OLDPWD|SHLVL|_|BASH_FUNC_.*|LS_COLORS|TERM")
+"""Variables that describe this host or this terminal. All others reach the ranks of every host."""
+
+
+class Host(NamedTuple):
+    name: str
+    slots: int
+    """The number of ranks that it has room for."""
+
+
+class Share(NamedTuple):
+    """The ranks of one host at one start: `ranks` of them, from `first` on."""
+
+    host: str
+    first: int
+    ranks: int
+
+
+def parse_hosts(words: Sequence[str], where: str, slots: int = 1) -> list[Host]:
+    """Parse HOST or HOST:SLOTS of each word, as Horovod writes it. slots: where none are given. Raises UserError."""
+    hosts: list[Host] = []
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::([1-9]\d{0,4}))?", word)
+        if match is None:
+            raise UserError(f"{where}: expected HOST:SLOTS, such as n1:4; received {word!r}.")
+        hosts.append(Host(match[1], int(match[2] or slots)))
+    names = [host.name for host in hosts]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{where}: {twice[0]} is named twice; name it once, with all its slots.")
+    if len(hosts) > 1 and (local := next(filter(is_loopback, names), None)):
+        raise UserError(f"{where}: {local} is another host for each of them; give the name by which others reach it.")
+    return hosts
+
+
+def discover_hosts(script: str, slots: int) -> list[Host]:
+    """Run a script that prints HOST or HOST:SLOTS on each line, as Horovod's elastic runs do. Raises UserError."""
+    where = f"--host-discovery {script}"
+    try:
+        finished = subprocess.run(
+            [script], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DISCOVER_WITHIN_S, check=False
+        )
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{where}: {reason}. It must be a program that prints HOST:SLOTS on each line.") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{where}: has not ended within {DISCOVER_WITHIN_S:.0f} s.") from error
+    if finished.returncode:
+        said = (finished.stderr.strip() or finished.stdout.strip()).rpartition("\n")[2]
+        raise UserError(f"{where}: ended with exit code {finished.returncode}: {said}")
+    return parse_hosts(finished.stdout.split(), where, slots)
+
+
+def is_this_host(name: str) -> bool:
+    return is_loopback(name) or name in (socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn())
+
+
+def ask_hosts(hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the hosts that do not answer over ssh, each with the reason that ssh gives."""
+
+    def ask(host: Host) -> str:
+        if is_this_host(host.name):
+            return ""
+        try:
+            finished = subprocess.run(
+                [*SSH, host.name, "true"],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=ANSWER_WITHIN_S,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise UserError("there is no ssh on PATH, by which the ranks of other hosts are started.") from error
+        except subprocess.TimeoutExpired:
+            return f"no answer within {ANSWER_WITHIN_S:.0f} s"
+        if finished.returncode == 0:
+            return ""
+        return finished.stderr.strip().rpartition("\n")[2].strip() or f"ssh ended with {finished.returncode}"
+
+    with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as threads:
+        reasons = threads.map(ask, hosts)
+        return {host.name: reason for host, reason in zip(hosts, reasons, strict=True) if reason}
+
+
+def share_out(hosts: Sequence[Host], ranks: int) -> list[Share]:
+    """Give each host its ranks, in the order of the hosts, until none are left or all slots are taken."""
+
+    def shares() -> Iterator[Share]:
+        first = 0
+        for host in hosts:
+            if count := min(host.slots, ranks - first):
+                yield Share(host.name, first, count)
+                first += count
+
+    return list(shares())
+
+
+def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRanks:
+    """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths."""
+    root = "localhost" if len(shares) == 1 and is_this_host(shares[0].host) else shares[0].host
+    meeting = new_meeting(sum(share.ranks for share in shares), root)
+    environment = {name: value for name, value in os.environ.items() if not _STAY_HERE.fullmatch(name)}
+    started = []
+    for share in shares:
+        is_here = is_this_host(share.host)
+        agent = start(_agent() if is_here else [*SSH, share.host, _agent_over_ssh()], os.environ, is_agent=True)
+        order = {"meeting": meeting, "first": share.first, "ranks": share.ranks, "program": list(program)}
+        _give(agent, order if is_here else order | {"environment": environment})
+        started.append(Started("host", share.host, agent))
+    return StartedRanks(started)
+
+
+def _agent() -> list[str]:
+    return [sys.executable, "-m", "horovod_train.distributed.launch.host_agent"]
+
+
+def _agent_over_ssh() -> str:
+    """Return words for the shell of another host. A host without this folder or this Python ends with 2."""
+    folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+    path = shlex.quote(os.environ.get("PYTHONPATH", ""))
+    refuse = f'{{ echo "error: $(hostname) has not" {folder} "or not" {python}", as this host has." >&2; exit 2; }}'
+    return f"cd {folder} && test -x {python} || {refuse}; PYTHONPATH={path} exec {shlex.join(_agent())}"
+
+
+def _give(agent: subprocess.Popen[bytes], order: Mapping[str, object]) -> None:
+    assert agent.stdin is not None
+    try:
+        agent.stdin.write(json.dumps(order).encode() + b"\n")
+        agent.stdin.flush()
+    except OSError:  # its host is lost; ssh says so
+        return
