@@ -53,6 +53,7 @@ COMMANDS = {
     "watch": ("horovod_train.commands.watch", "look at a run while it trains: progress, metrics, what each rank does"),
     "report": ("horovod_train.commands.report", "one page of what runs were: curves, starts, settings"),
     "slurm": ("horovod_train.commands.slurm", "print a batch script for a config, ready for sbatch"),
+    "kubernetes": ("horovod_train.commands.kubernetes", "print a manifest for a config, ready for kubectl"),
     "build-horovod": ("horovod_train.commands.build_horovod", "compile Horovod for this TensorFlow, and install it"),
     "bench": ("horovod_train.commands.bench", "measure how fast your records are read and your config trains"),
 }

@@ -279,6 +279,7 @@ def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes =
     port, ports, address, backoff = None, _ports(step), "", key_value_store.Backoff(step.size, deadline)
     while backoff.pause():
         if port is None:
+            host = _address_now(step, host)
             port = next((port for port in ports if _is_root(host, port, step)), None)
             address = "" if port is None else _with_key(host, port, step)
             if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), report) is None:
@@ -339,6 +340,17 @@ def _resolve(host: str, step: Meeting) -> str:
                     f"{host}, by {step.launcher} the host of rank 0, has no IPv4 address that {socket.gethostname()} "
                     f"can find: {reason}. In Kubernetes it needs a headless service that publishes addresses early."
                 ) from error
+
+
+def _address_now(step: Step | Meeting, address: str) -> str:
+    """Return the address of root's host as it is now; `address`, which it was, if nothing else is known.
+
+    A pod that Kubernetes replaces has another one, which is known only in a while.
+    """
+    if isinstance(step, Meeting) and not step.is_one_host:
+        with suppress(OSError):
+            return socket.gethostbyname(step.root)
+    return address
 
 
 def _address_of(host: str) -> str:

@@ -1,0 +1,344 @@
+"""The command `kubernetes`: prints a manifest that trains a config on a cluster, ready for kubectl. No TensorFlow.
+
+python -m horovod_train.main kubernetes --config A.yaml --output-dir /data/runs/a --nodes 4 --gpus-per-node 8 \
+    --image registry/horovod_train --volume my-claim:/data > job.yaml
+kubectl apply -f job.yaml
+
+An Indexed Job has one pod on each host. Each pod runs `launch`, which starts the host's ranks, and again when a rank or
+another pod is lost; the ranks of all pods meet at pod 0, which a headless service names. --mpijob prints an MPIJob of
+the MPI operator in its place: its launcher runs `launch` over the hosts that the operator has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import yaml
+
+from horovod_train.commands.cli import (
+    Parser,
+    add_config_arguments,
+    config_parts,
+    count,
+    load_config,
+    require_output_dir,
+)
+from horovod_train.config.loader import parse_seconds
+from horovod_train.config.rules import resolve
+from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
+from horovod_train.distributed.launch.launcher import TOKEN
+from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
+from horovod_train.output.console import to_stderr
+
+RENDEZVOUS_PORT = 29_400
+CONFIG_FOLDER = "/mnt/horovod_train"
+MEET_WITHIN_S = 1800
+"""How long ranks wait for a pod that Kubernetes starts elsewhere: its host may have to fetch an image of some GB."""
+MAX_CONFIG_BYTES = 1 << 20
+"""The limit of a ConfigMap."""
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
+"""A name of Kubernetes, shorter than its 63 characters, because names of pods and a service are made from it."""
+
+Manifest = dict[str, Any]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines, such as a config's, as it is."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+class Volume(NamedTuple):
+    claim: str
+    path: str
+
+
+def add_arguments(parser: Parser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--image", required=True, type=_word, metavar="IMAGE", help="it has horovod-train on its PATH")
+    parser.add_argument("--nodes", type=count, default=1, metavar="N", help="pods, one on each host; default 1")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a pod, all used; default: on CPUs")
+    parser.add_argument(
+        "--slots", type=count, metavar="N", help="ranks of a pod; default: one for each device.per_rank GPUs"
+    )
+    parser.add_argument(
+        "--volume",
+        type=_volume,
+        action="append",
+        default=[],
+        metavar="CLAIM:/PATH",
+        help="a PersistentVolumeClaim and where it is mounted; ReadWriteMany; can be repeated",
+    )
+    parser.add_argument("--workdir", type=_path, metavar="/PATH", help="where it runs; default: the first --volume")
+    parser.add_argument("--name", type=_name, metavar="NAME", help="of the job; default: that of output_dir")
+    parser.add_argument("--namespace", type=_name, metavar="NAME", help="default: that of kubectl")
+    parser.add_argument("--cpus", type=count, metavar="N", help="CPUs of a pod; default: not limited")
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="of a pod, such as 64Gi; default: not limited")
+    parser.add_argument(
+        "--save-within",
+        default="600",
+        metavar="SECONDS",
+        help="for the last checkpoint of a pod that must end; default 600",
+    )
+    parser.add_argument("--max-restarts", type=count, default=100, metavar="N", help="default %(default)s")
+    parser.add_argument("--mpijob", action="store_true", help="an MPIJob (kubeflow.org/v2beta1) in place of a Job")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the manifest on standard output and what it comes to on standard error."""
+    files, overrides = config_parts(arguments)
+    config, _ = load_config(arguments)
+    output_dir = require_output_dir(config)
+    per_rank = config.device.per_rank
+    gpus = arguments.gpus_per_node or 0
+    if gpus % per_rank:
+        raise UserError(
+            f"--gpus-per-node: must be a multiple of device.per_rank, {per_rank}, which a rank takes; received {gpus}."
+        )
+    slots = arguments.slots or gpus // per_rank or 1
+    if gpus and slots * per_rank != gpus:
+        raise UserError(
+            f"--slots must be --gpus-per-node / device.per_rank, {gpus // per_rank}; received {slots}. Leave it out."
+        )
+    config = resolve(config, slots * arguments.nodes)
+    texts = {f"{number}-{_key(file)}": _read(file) for number, file in enumerate(files) if os.path.exists(file)}
+    if sum(map(len, texts.values())) > MAX_CONFIG_BYTES:
+        raise UserError(f"--config: a ConfigMap takes at most {MAX_CONFIG_BYTES} bytes; these files have more.")
+    keys = iter(texts)
+    words = [f"{CONFIG_FOLDER}/{next(keys)}" if os.path.exists(file) else file for file in files]
+    volumes: list[Volume] = arguments.volume
+    job = Job(
+        name=arguments.name or _name_of(output_dir),
+        namespace=arguments.namespace,
+        image=arguments.image,
+        nodes=arguments.nodes,
+        slots=slots,
+        gpus=gpus,
+        cpus=arguments.cpus,
+        memory=arguments.memory,
+        volumes=volumes,
+        workdir=arguments.workdir or (volumes[0].path if volumes else None),
+        save_within_s=int(parse_seconds(arguments.save_within, "--save-within")),
+        max_restarts=arguments.max_restarts,
+        config_texts=texts,
+        arguments=["--config", *words, *overrides, "--output-dir", output_dir],
+    )
+    _check_output_dir(output_dir, job)
+    kind, manifests = ("MPIJob", mpi_job(job)) if arguments.mpijob else ("Job", indexed_job(job))
+    print(f"# {slots * job.nodes} ranks of horovod_train on {job.nodes} pod(s); kubectl apply -f THIS_FILE")
+    print(f"# To stop it, after a checkpoint: kubectl delete {kind.lower()} {job.name}. Applied again, it resumes.")
+    print(yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120), end="")
+    batch = config.data.global_batch_size or 0
+    to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {job.nodes * slots}, each with {_device(gpus, per_rank)}")
+    to_stderr(f"batch: {batch} records over all ranks, {batch / (job.nodes * slots):g} on each")
+    to_stderr(f"stop: a pod has {job.save_within_s} s to save when it must end")
+    to_stderr("secret: in the manifest, by which the ranks know each other; do not publish it")
+    return 0
+
+
+def _device(gpus: int, per_rank: int) -> str:
+    return f"{per_rank} GPU(s)" if gpus else "CPUs"
+
+
+def _check_output_dir(output_dir: str, job: Job) -> None:
+    """Raise UserError if what a pod writes would be lost with it."""
+    path = PurePosixPath(job.workdir or "/", output_dir)
+    if "://" in output_dir or any(path.is_relative_to(volume.path) for volume in job.volumes):
+        return
+    raise UserError(
+        f"output_dir: must lie on a volume, or it is lost with its pod; received {output_dir}. Give "
+        "--volume CLAIM:/PATH and --output-dir /PATH/…"
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of the cluster."""
+
+    name: str
+    namespace: str | None
+    image: str
+    nodes: int
+    slots: int
+    """The ranks of a pod."""
+    gpus: int
+    """Of a pod; 0: on CPUs."""
+    cpus: int | None
+    memory: str | None
+    volumes: Sequence[Volume]
+    workdir: str | None
+    save_within_s: int
+    max_restarts: int
+    config_texts: dict[str, str]
+    arguments: Sequence[str]
+    """Those of the training."""
+
+
+def indexed_job(job: Job) -> list[Manifest]:
+    """Return secret, config, service and job.
+
+    https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication and /docs/concepts/workloads/controllers/job.
+    """
+    command = ["horovod-train", "launch", "--slots", str(job.slots), "--max-restarts", str(job.max_restarts), "--"]
+    environment = [
+        {"name": SIZE, "value": str(job.nodes)},
+        {"name": ROOT, "value": f"{job.name}-0.{job.name}"},
+        {"name": PORT, "value": str(RENDEZVOUS_PORT)},
+        {"name": JOB, "value": job.name},
+        {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": job.name, "key": "token"}}},
+        {"name": "HOROVOD_START_TIMEOUT", "value": str(MEET_WITHIN_S)},
+    ]
+    pod = _pod(job, [*command, *job.arguments], environment) | {"subdomain": job.name}
+    # A pod that fails is started again as another pod; `launch` inside starts its ranks again without that.
+    rules = [
+        {"action": "FailJob", "onExitCodes": _codes(UserError.exit_code, RanksDisagree.exit_code)},
+        {"action": "Ignore", "onExitCodes": _codes(START_AGAIN)},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": job.max_restarts,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"metadata": {"labels": {"app": job.name}}, "spec": pod},
+    }
+    token = {"token": secrets.token_hex(16)}
+    # Names are published before pods are ready, because ranks look for pod 0 while it starts.
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": job.name}}
+    return [
+        _manifest(job, "v1", "Secret", type="Opaque", stringData=token),
+        _config_map(job),
+        _manifest(job, "v1", "Service", spec=service),
+        _manifest(job, "batch/v1", "Job", spec=spec),
+    ]
+
+
+def mpi_job(job: Job) -> list[Manifest]:
+    """Return config and MPIJob: https://github.com/kubeflow/mpi-operator, v2beta1. Its image must have sshd.
+
+    The operator gives the launcher a script that prints the workers that are ready, and all of them a key for ssh.
+    """
+    ranks = job.nodes * job.slots
+    command = ["horovod-train", "launch", "-np", str(ranks), "--host-discovery", "/etc/mpi/discover_hosts.sh"]
+    command += ["--slots", str(job.slots), "--max-restarts", str(job.max_restarts), "--"]
+    # The launcher trains nothing: it waits for the workers.
+    launcher = _pod(job, [*command, *job.arguments], [], is_worker=False)
+    worker = _pod(job, ["/usr/sbin/sshd", "-De"], [])
+    spec = {
+        "slotsPerWorker": job.slots,
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts},
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "template": {"spec": launcher}},
+            "Worker": {"replicas": job.nodes, "template": {"spec": worker}},
+        },
+    }
+    return [_config_map(job), _manifest(job, "kubeflow.org/v2beta1", "MPIJob", spec=spec)]
+
+
+def _manifest(job: Job, version: str, kind: str, **content: Any) -> Manifest:
+    metadata = {"name": job.name} | ({"namespace": job.namespace} if job.namespace else {})
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
+
+
+def _config_map(job: Job) -> Manifest:
+    return _manifest(job, "v1", "ConfigMap", data=job.config_texts)
+
+
+def _codes(*codes: int) -> Manifest:
+    return {"containerName": "train", "operator": "In", "values": sorted(codes)}
+
+
+def _pod(job: Job, command: Sequence[str], environment: Sequence[Manifest], *, is_worker: bool = True) -> Manifest:
+    limits: dict[str, Any] = {}
+    if is_worker:
+        given = {"nvidia.com/gpu": job.gpus or None, "cpu": job.cpus, "memory": job.memory}
+        limits = {name: value for name, value in given.items() if value is not None}
+    mounts = [
+        {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        *({"name": f"volume-{number}", "mountPath": volume.path} for number, volume in enumerate(job.volumes)),
+    ]
+    volumes: list[Manifest] = [
+        {"name": "config", "configMap": {"name": job.name}},
+        # NCCL and gloo exchange in it; a container has 64 MiB otherwise.
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        *(
+            {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.claim}}
+            for number, volume in enumerate(job.volumes)
+        ),
+    ]
+    container = {
+        "name": "train",
+        "image": job.image,
+        "command": list(command),
+        **({"workingDir": job.workdir} if job.workdir else {}),
+        **({"env": list(environment)} if environment else {}),
+        **({"resources": {"limits": limits}} if limits else {}),
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.save_within_s,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
+
+
+def _key(file: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", Path(file).name)
+
+
+def _name_of(output_dir: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")[:50].strip("-")
+    return name or "horovod-train"
+
+
+def _name(word: str) -> str:
+    if not re.fullmatch(_LABEL, word):
+        raise argparse.ArgumentTypeError(f"expected lowercase letters, digits and -, at most 52; received {word!r}")
+    return word
+
+
+def _word(word: str) -> str:
+    if not re.fullmatch(r"[\w.:/@-]+", word, re.ASCII):
+        raise argparse.ArgumentTypeError(f"expected the name of an image; received {word!r}")
+    return word
+
+
+def _size(word: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(Mi|Gi|Ti|M|G|T)", word):
+        raise argparse.ArgumentTypeError(f"expected a size such as 64Gi; received {word!r}")
+    return word
+
+
+def _path(word: str) -> str:
+    if not re.fullmatch(r"(/[\w.-]+)+", word, re.ASCII) or ".." in word.split("/"):
+        raise argparse.ArgumentTypeError(f"expected a path such as /data; received {word!r}")
+    return word
+
+
+def _volume(word: str) -> Volume:
+    claim, _, path = word.partition(":")
+    try:
+        return Volume(_name(claim), _path(path))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"expected CLAIM:/PATH; received {word!r}: {error}") from error

@@ -1,0 +1,98 @@
+"""The manifests: by Kubernetes' own schemas, and mistakes. They are run in tests/cluster/test_launched_hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from horovod_train.main import main
+
+PROJECT = Path(__file__).parents[3]
+CONFIG = PROJECT / "configs" / "digits_convnet.yaml"
+WORDS = ("--image", "registry/ht:1", "--volume", "claim:/data", "--output-dir", "/data/runs/Digits_1")
+VERSION = "1.31"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["kubernetes", "--config", str(CONFIG), *WORDS, *words]) == 0
+    return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--nodes", "4", "--gpus-per-node", "8", "--cpus", "64", "--memory", "256Gi"),
+        ("--nodes", "2", "--slots", "2", "--namespace", "team", "--name", "mine", "--save-within", "00:20:00"),
+    ],
+)
+def test_a_job_is_as_kubernetes_schemas_want_it(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    manifests = printed(capsys, *words)
+    assert [manifest["kind"] for manifest in manifests] == ["Secret", "ConfigMap", "Service", "Job"]
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, VERSION, strict=True)
+    assert len({manifest["metadata"]["name"] for manifest in manifests}) == 1
+
+
+def test_the_schemas_refuse_what_is_none_of_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    job = printed(capsys)[-1]
+    job["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, VERSION, strict=True)
+
+
+def test_pods_of_an_mpijob_are_as_kubernetes_schemas_want_them(capsys: pytest.CaptureFixture[str]) -> None:
+    config, job = printed(capsys, "--mpijob", "--nodes", "4", "--gpus-per-node", "8")
+    kubernetes_validate.validate(config, VERSION, strict=True)
+    assert (job["apiVersion"], job["kind"], job["spec"]["slotsPerWorker"]) == ("kubeflow.org/v2beta1", "MPIJob", 8)
+    for replicas in job["spec"]["mpiReplicaSpecs"].values():
+        template = {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": {"name": "x"},
+            "template": replicas["template"],
+        }
+        kubernetes_validate.validate(template, VERSION, strict=True)
+
+
+def test_the_config_travels_in_the_manifest_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = tmp_path / "my more.yaml"
+    more.write_text("train: {epochs: 3}\n")
+    _, config, _, job = printed(capsys, "--config", str(more), "loss.name=mse")
+    assert config["data"] == {"0-digits_convnet.yaml": CONFIG.read_text(), "1-my_more.yaml": "train: {epochs: 3}\n"}
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    words = ["--config", *(f"/mnt/horovod_train/{name}" for name in config["data"]), "loss.name=mse"]
+    assert container["command"][-len(words) - 2 : -2] == words
+
+
+def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """2: bad input; 86: the ranks disagree. 75, asked to stop and saved, and evictions count as no failure."""
+    fail, *ignore = printed(capsys)[-1]["spec"]["podFailurePolicy"]["rules"]
+    assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2, 86])
+    assert [rule["action"] for rule in ignore] == ["Ignore", "Ignore"]
+    assert ignore[0]["onExitCodes"]["values"] == [75]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output-dir", "runs/a", "--volume", "c:/data", "--workdir", "/work"], "output_dir: must lie on a volume"),
+        (["--output-dir", "/data/a"], "output_dir: must lie on a volume, or it is lost with its pod; received /data/a"),
+        (["--volume", "c:data"], "argument --volume: expected CLAIM:/PATH; received 'c:data'"),
+        (["--volume", "C:/data"], "expected lowercase letters, digits and -"),
+        (["--name", "a_b"], "argument --name: expected lowercase letters"),
+        (["--memory", "64"], "argument --memory: expected a size such as 64Gi"),
+        (["--nodes", "0"], "argument --nodes: expected a whole number"),
+        (["--gpus-per-node", "3", "device.per_rank=2"], "--gpus-per-node: must be a multiple of device.per_rank, 2"),
+        (["--gpus-per-node", "4", "--slots", "2"], "--slots must be --gpus-per-node / device.per_rank, 4"),
+        (["--nodes", "65", "--output-dir", "/d/a", "--volume", "c:/d"], "global_batch_size"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["kubernetes", "--config", str(CONFIG), "--image", "i", *words]) == 2
+    said = capsys.readouterr()
+    assert (said.out, message in said.err, said.err.count("\n")) == ("", True, 1), said.err
