@@ -15,7 +15,7 @@ install: ## everything the project needs, in .venv; compiles Horovod the first t
 	@scripts/install.sh
 
 train: install data/digits/dataset.json ## train a small convnet on handwritten digits, on two ranks
-	scripts/run_local.sh -np 2 configs/digits_convnet.yaml
+	python -m horovod_train.main launch -np 2 -- --config configs/digits_convnet.yaml
 
 data/digits/dataset.json: | install
 	python -m horovod_train.main prepare digits --out data/digits

@@ -2,7 +2,7 @@
 
 python benchmarks/synchronization.py --np 2 --config configs/digits_convnet_plain.yaml
 
-Runs the whole trainer, started as scripts/run_local.sh starts it; each round runs every strategy once.
+Runs the whole trainer, started as `launch` starts it; each round runs every strategy once.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
     is_one_host = len({story.host for story in stories}) < 2
     if launcher == "launch":
-        return shlex.join([*main, "launch", "-np", size, "--", *words])
+        return shlex.join([*main, "launch", *(_hosts(stories) or ["-np", size]), "--", *words])
     if launcher == "torchrun" and is_one_host:
         return shlex.join(["torchrun", "--nproc-per-node", size, *main[1:], *words])
     command = shlex.join([*_launch(launcher, size, stories), *main, *words])
@@ -389,9 +389,14 @@ _STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
 """Launchers that are told what a rank runs by a file or a service, not by a command."""
 
 
-def _launch(launcher: str, size: str, stories: Sequence[RankStory]) -> list[str]:
+def _hosts(stories: Sequence[RankStory]) -> list[str]:
+    """Return words that name the hosts of the ranks; none where there is one."""
     per_host = Counter(story.host for story in stories)
-    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
+    return ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
+
+
+def _launch(launcher: str, size: str, stories: Sequence[RankStory]) -> list[str]:
+    hosts = _hosts(stories)
     return {
         "none": [],
         "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],

@@ -42,8 +42,10 @@ NOTICE_S = 300
 """A checkpoint of some GB to a busy file server takes minutes."""
 CPUS_PER_GPU = 8
 """Default number of threads that read and decode for one GPU: what eight-GPU hosts can spare for each."""
+IMAGE_ENDING = ".sif"
+"""By which an image is known that exists on the cluster only."""
 LAUNCHES = ("srun", "srun-pmix", "mpirun", "horovodrun")
-GIVE_HERE = {"nodes", "gpus-per-node", "cpus-per-task", "gres", "mem", "time", "partition", "account"}
+GIVE_HERE = {"array", "nodes", "gpus-per-node", "cpus-per-task", "gres", "mem", "time", "partition", "account"}
 """Options of sbatch that are options of this command too."""
 FIXED = {"ntasks", "ntasks-per-node", "tasks-per-node", "export", "signal", "requeue", "no-requeue"}
 """Options of sbatch that the script depends on."""
@@ -66,14 +68,16 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the script on standard output and the choices on standard error."""
     files, overrides = config_parts(arguments)
-    config, _ = load_config(arguments)
-    output_dir = require_output_dir(config)
+    output_dir = arguments.output_dir
+    config, _ = load_config(_as_first_task(arguments))
+    output_dir = output_dir or require_output_dir(config)
     of_site = merge_site_options(arguments, site_file())
     job = _choose(arguments, output_dir, config.device.per_rank)
     config = resolve(config, job.nodes * job.tasks_per_node)
     head = [
         f"{job.nodes * job.tasks_per_node} ranks of horovod_train on {job.nodes} host(s); submit it with sbatch.",
         "SLURM tells it to save before its time is over, and it requeues itself until the run is done.",
+        *(["Its tasks, each a run of its own, have their number in place of %a."] if job.array else []),
         *([f"From {site_file()}: {', '.join(of_site)}"] if of_site else []),
     ]
     # Use an environment by its absolute path, so that the script can be submitted from any folder.
@@ -83,6 +87,21 @@ def run(arguments: argparse.Namespace) -> int:
     for line in [*_explain(job, config, output_dir), *_defaults(arguments, job, of_site)]:
         to_stderr(line)
     return 0
+
+
+def _as_first_task(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with %a as the first task of the array has it, so that their values can be checked."""
+    if options.array is None:
+        if any("%a" in word for word in config_parts(options)[1]):
+            raise UserError("%a is the number of a task of a job array; give --array, such as --array 1-5.")
+        return options
+    first = re.split(r"\D", options.array, maxsplit=1)[0]
+    replaced = {
+        "config": [word.replace("%a", first) for word in options.config],
+        "overrides": [word.replace("%a", first) for word in options.overrides],
+        "output_dir": options.output_dir and options.output_dir.replace("%a", first),
+    }
+    return argparse.Namespace(**{**vars(options), **replaced})
 
 
 def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
@@ -108,7 +127,7 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
     if options.image:
         container = ["apptainer", "exec", *["--nv"] * bool(gpus), options.image]
     return Job(
-        name=re.sub(r"[^\w.-]", "_", Path(output_dir).name) or "horovod_train",
+        name=re.sub(r"[^\w.-]", "_", Path(output_dir).name.replace("%a", "").strip("-_.")) or "horovod_train",
         nodes=options.nodes or 1,
         tasks_per_node=tasks,
         cpus_per_task=options.cpus_per_task or (CPUS_PER_GPU * per_rank if gpus else 1),
@@ -119,6 +138,7 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
         mem=options.mem,
         partition=options.partition,
         account=options.account,
+        array=options.array,
         sbatch=options.sbatch or (),
         launch=options.launch or "srun",
         run=[*container, "python"],
@@ -130,7 +150,7 @@ def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
     ranks, batch = job.nodes * job.tasks_per_node, config.data.global_batch_size
     assert batch is not None
     options = job.options()
-    printed = options["output"].replace("%x", options["job-name"]).replace("%j", "JOB")
+    printed = options["output"].replace("%x", options["job-name"]).replace("%j", "JOB").replace("%A", "JOB")
     gpus = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
     device = gpus if job.gpus_per_node or gpus_in(job.gres) else f"{job.cpus_per_task} CPU(s)"
     return [
@@ -145,6 +165,8 @@ def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
 def _defaults(options: argparse.Namespace, job: Job, of_site: list[str]) -> list[str]:
     """Return a line for each value that neither the command line nor the config has chosen."""
     lines = [f"from {site_file()}: {', '.join(of_site)}"] if of_site else []
+    if options.image and not Path(options.image).is_file():
+        lines.append(f"image: {options.image} is not on this host; it must be on those of the job")
     if options.cpus_per_task is None:
         lines.append(f"cpus-per-task: {job.cpus_per_task}, not asked for; hosts with more to spare: --cpus-per-task")
     return lines
@@ -169,6 +191,9 @@ class Job:
     mem: str | None = None
     partition: str | None = None
     account: str | None = None
+    array: str | None = None
+    """The numbers of the tasks of a job array; None: a single job."""
+
     sbatch: Sequence[str] = ()
     """Further options of sbatch: --NAME or --NAME=VALUE."""
 
@@ -191,7 +216,8 @@ class Job:
             "time": self.time,
             "partition": self.partition,
             "account": self.account,
-            "output": "slurm-%x-%j.out",
+            "array": self.array,
+            "output": "slurm-%x-%A_%a.out" if self.array else "slurm-%x-%j.out",
             "open-mode": "append",
             "export": "NONE",
             "signal": f"B:USR1@{self.notice_s}",
@@ -265,8 +291,8 @@ def _command(word: str) -> tuple[str, ...]:
 
 
 def _image(word: str) -> str:
-    if not Path(word).is_file():
-        raise argparse.ArgumentTypeError(f"expected a container's image; there is no file {word}")
+    if not word.endswith(IMAGE_ENDING) and not Path(word).is_file():
+        raise argparse.ArgumentTypeError(f"expected a container's image, FILE{IMAGE_ENDING}; received {word!r}")
     return _line(word)
 
 
@@ -302,6 +328,11 @@ OPTIONS = {
     "time": Option(_like(CLOCK, "[D-]HH:MM:SS"), "[D-]HH:MM:SS", "how long the job may take; required"),
     "partition": Option(_name, "NAME", "default: the cluster's"),
     "account": Option(_name, "NAME", "default: yours"),
+    "array": Option(
+        _like(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "numbers of tasks such as 1-5 or 1,3%2"),
+        "1-5",
+        "a job array; each task has its number for %a, as in seed=%a --output-dir runs/sweep-%a",
+    ),
     "sbatch": Option(_sbatch, "OPTION", "further option of sbatch, such as '--qos=long'; can be repeated", many=True),
     "modules": Option(_name, "MODULE", "environment module to load, such as cuda/12; can be repeated", many=True),
     "launch": Option(

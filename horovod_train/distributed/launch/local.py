@@ -1,7 +1,4 @@
-"""Start ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
-
-python -m horovod_train.distributed.launch.local 4      prints the command that starts 4 ranks, for scripts/run_local.sh
-"""
+"""Start ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -166,17 +163,3 @@ def wait_for_all(programs: Sequence[subprocess.Popen[str]], limit_s: float) -> s
                 if program.poll() is None:
                     program.terminate()
     return None
-
-
-def _main() -> int:
-    if len(sys.argv) != 2 or not sys.argv[1].isdigit() or not int(sys.argv[1]):
-        print("error: expected the number of ranks.", file=sys.stderr)
-        return 2
-    way, why = best_way()
-    print(f"starting with {way}: {why}", file=sys.stderr)
-    print(*launch_command(way, int(sys.argv[1])))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

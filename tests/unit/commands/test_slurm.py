@@ -194,7 +194,11 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
         ([], "slurm: --time [D-]HH:MM:SS is required"),
         ([*HOUR, "epochs"], "argument 'epochs': expected section.key=value, or --config before the name of a config."),
         ([*HOUR, "--launch", "ssh"], "slurm: argument --launch: expected one of srun, srun-pmix, "),
-        ([*HOUR, "--image", "nowhere.sif"], "slurm: argument --image: expected a container's image; there is no file"),
+        ([*HOUR, "--image", "nowhere"], "slurm: argument --image: expected a container's image, FILE.sif; received"),
+        ([*HOUR, "seed=%a"], "%a is the number of a task of a job array; give --array, such as --array 1-5."),
+        ([*HOUR, "--array", "all"], "slurm: argument --array: expected numbers of tasks such as 1-5"),
+        ([*HOUR, "--array", "1-5", "seed=x%a"], "command line: seed: expected an int; received 'x1'"),
+        ([*HOUR, "--sbatch", "--array=1-5"], "slurm: argument --sbatch: give --array=1-5 to this command itself"),
         ([*HOUR, "--image", str(CONFIG), "--container", "podman run a"], "--image and --container: both name"),
         ([*HOUR, "--gpus-per-node", "2", "--gres", "gpu:2"], "--gpus-per-node 2 and --gres gpu:2: both ask for GPUs"),
         ([*HOUR, "--sbatch", "--nodes=3"], "slurm: argument --sbatch: give --nodes=3 to this command itself"),
@@ -244,6 +248,19 @@ def test_further_options_of_sbatch_reach_it_as_they_are(capsys: pytest.CaptureFi
     assert "--ntasks-per-node=2" in options_of(script)
     assert "#SBATCH --gpus-per-node" not in script
     assert "each with 2 GPUs" in said
+
+
+def test_tasks_of_an_array_are_checked_with_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    script, said = printed(capsys, *HOUR, "--array", "1-5", "seed=%a", "--output-dir", "runs/sweep-%a")
+    assert {"--array=1-5", "--job-name=sweep", "--output=slurm-%x-%A_%a.out"} < set(options_of(script))
+    assert " seed=%a --output-dir runs/sweep-%a\n" in script
+    assert "output: runs/sweep-%a" in said
+
+
+def test_an_image_may_exist_on_the_cluster_only(capsys: pytest.CaptureFixture[str]) -> None:
+    script, said = printed(capsys, *HOUR, "--image", "/shared/train.sif")
+    assert "\nRUN=(apptainer exec /shared/train.sif python)\n" in script
+    assert "image: /shared/train.sif is not on this host; it must be on those of the job\n" in said
 
 
 def test_an_image_is_run_by_apptainer_with_the_gpus_and_modules_are_loaded(

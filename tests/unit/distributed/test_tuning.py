@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import HANGS_AFTER_S, PROJECT, rank_environment
+from conftest import HANGS_AFTER_S
 
 from horovod_train.config.settings import HorovodConfig
 from horovod_train.distributed.launch import local
@@ -176,23 +176,3 @@ def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:
     other = tmp_path / "other.so"
     other.write_bytes(b"libgloo.so" * 100)
     assert not is_linked_with_mpi(other)
-
-
-def run_local(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [str(PROJECT / "scripts/run_local.sh"), *words]
-    return subprocess.run(
-        command, env=rank_environment() | environment, capture_output=True, text=True, check=False, timeout=300
-    )
-
-
-def test_run_local_starts_the_trainer_in_that_way() -> None:
-    finished = run_local("-np", "3", "--dry-run", "a.yaml", "train.epochs=2")
-    words = " ".join([*launch_command("mpirun", 3), "python -m horovod_train.main --config a.yaml train.epochs=2"])
-    assert finished.stdout.strip() == words, finished.stderr
-
-
-@pytest.mark.parametrize("words", [["-np", "x", "a.yaml"], ["a.yaml"], ["-np", "2"], ["-np"]])
-def test_run_local_says_what_it_expects(words: list[str]) -> None:
-    finished = run_local(*words)
-    assert finished.returncode == 2
-    assert finished.stderr.startswith("error: ")
