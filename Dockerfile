@@ -8,13 +8,17 @@
 #
 # BASE is any image of Debian 12, Ubuntu 22.04 or later. For GPUs one with nvcc, and (not tried):
 #   --build-arg BASE=…-devel --build-arg TENSORFLOW='tensorflow[and-cuda]' --build-arg HOROVOD_GPU_OPERATIONS=NCCL
+# With sshd, for workers that a launcher reaches by ssh, as those of an MPIJob (not tried):
+#   --build-arg SSHD=1
 ARG BASE=docker.io/library/debian:12-slim
 FROM ${BASE}
 ARG TENSORFLOW=tensorflow
 ARG HOROVOD_GPU_OPERATIONS=
+ARG SSHD=
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        ca-certificates g++ make openssh-client python3 python3-venv \
+        ca-certificates g++ make openssh-client ${SSHD:+openssh-server} python3 python3-venv \
+ && mkdir -p /run/sshd \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/horovod_train
 COPY . .

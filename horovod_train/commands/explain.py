@@ -33,10 +33,12 @@ from horovod_train.errors import RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, has_run_since, read_lease
-from horovod_train.output.rank_log import FOLDER, RankStory, log_file, name_ranks, read_stories
+from horovod_train.output.rank_log import FOLDER, RankStory, launch_log, log_file, name_ranks, read_stories
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
 WATCH_S = 2 * REFRESH_S
+LAUNCH_LINES = 6
+"""How many of the last lines of the command launch are shown: those of about three starts."""
 _NAMED_RANK = re.compile(r"\brank (\d+) \(")
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
@@ -99,6 +101,8 @@ class Explanation:
     slow: list[str]
     earlier: str
     """How an earlier start ended the run, if the last start did not get as far as its first step; or ""."""
+    launched: list[str]
+    """The last lines of the command launch, if that started the ranks."""
     last_step: int | None
     checkpoint: Checkpoint | None
     damaged: list[str]
@@ -114,6 +118,7 @@ class Explanation:
         if self.silent:
             yield f"no end in their logs: {name_ranks(self.silent)}"
         yield from (f"before that: {sentence}" for sentence in [*self.slow, *filter(None, [self.earlier])])
+        yield from self.launched
         yield from (f"damaged checkpoint: {problem}" for problem in self.damaged)
         if self.state != "finished":
             last = "none" if self.checkpoint is None else f"{self.checkpoint.path}, step {self.checkpoint.step}"
@@ -158,12 +163,21 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
         slow=slow[-3:],
         earlier=_earlier(outcome, stories, summary),
+        launched=_launched(run_dir),
         last_step=last_step,
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
         next=_next(run_dir, outcome, stories, checkpoint),
     )
+
+
+def _launched(run_dir: Path) -> list[str]:
+    try:
+        lines = launch_log(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return lines[-LAUNCH_LINES:]
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -191,7 +191,7 @@ def indexed_job(job: Job) -> list[Manifest]:
     https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication and /docs/concepts/workloads/controllers/job.
     """
     command = ["horovod-train", "launch", "--slots", str(job.slots), "--max-restarts", str(job.max_restarts), "--"]
-    environment = [
+    environment: list[Manifest] = [
         {"name": SIZE, "value": str(job.nodes)},
         {"name": ROOT, "value": f"{job.name}-0.{job.name}"},
         {"name": PORT, "value": str(RENDEZVOUS_PORT)},

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -42,6 +42,8 @@ from horovod_train.distributed.launch.started_ranks import (
 )
 from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
+from horovod_train.output.rank_log import launch_log, now
+from horovod_train.shown_text import printable, without_secrets
 
 MAX_PAUSE_S = 60.0
 """The longest pause before a start. Starts that made progress are followed by the next one without a pause."""
@@ -305,6 +307,8 @@ class _Supervisor:
     max_restarts: int
     _asked_by: int = 0
     _started: StartedRanks | None = None
+    _unlogged: list[str] = field(default_factory=list)
+    """What was said before there was a log to write it to."""
 
     def run(self) -> int:
         for number in STOP_SIGNALS:
@@ -316,7 +320,7 @@ class _Supervisor:
             verdict, seconds, lost = self._start(is_first=not restarts)
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows != "again":
-                to_stderr(f"launch: {after if verdict.follows == 'done' else f'stopped: {after}'}")
+                self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
                 return verdict.code
             before, newest = newest, self._newest()
             in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
@@ -330,10 +334,10 @@ class _Supervisor:
             restarts += 1
             # Hosts that do not answer may need minutes; ranks that fail without progress need some distance in time.
             pause_s = min(MAX_PAUSE_S, 2.0 ** (restarts if not lost else in_vain - 1)) if in_vain or not lost else 0.0
-            to_stderr(f"launch: {after}" + (f"; next start in {pause_s:.0f} s" if pause_s else ""))
+            self._say(f"{after}" + (f"; next start in {pause_s:.0f} s" if pause_s else ""))
             self._pause(pause_s)
             if self._asked_by:
-                to_stderr(f"launch: stopped: asked by {_signal_name(self._asked_by)} between two starts")
+                self._say(f"stopped: asked by {_signal_name(self._asked_by)} between two starts")
                 return START_AGAIN
 
     def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:
@@ -380,10 +384,23 @@ class _Supervisor:
     def _say_start(self, restarts: int, newest: int | None) -> None:
         origin = "" if newest is None else f"; newest checkpoint: step {newest}"
         limit = f" of at most {self.max_restarts + 1}"
-        to_stderr(f"launch: start {restarts + 1}{limit}: {self.ranks} rank(s){origin}")
+        self._say(f"start {restarts + 1}{limit}: {self.ranks} rank(s){origin}")
+
+    def _say(self, text: str) -> None:
+        """Say it to the user, and to explain and report, once the run has a folder for its logs."""
+        to_stderr(f"launch: {text}")
+        if self.program.run_dir is None:
+            return
+        self._unlogged.append(f"{now()} launch: {printable(without_secrets(text))}\n")
+        try:
+            with launch_log(self.program.run_dir).open("a", encoding="utf-8") as file:
+                file.writelines(self._unlogged)
+        except OSError:  # no folder yet, or none that can be written: a rank says so
+            return
+        self._unlogged.clear()
 
     def _give_up(self, why: str, code: int) -> int:
         run_dir = self.program.run_dir
         advice = "" if run_dir is None else f". What happened: horovod-train explain {shlex.quote(str(run_dir))}"
-        to_stderr(f"launch: stopped: {why}{advice}")
+        self._say(f"stopped: {why}{advice}")
         return code

@@ -79,7 +79,7 @@ class FileRankLog(RankLog):
     def write(self, kind: str, text: str) -> None:
         entry = printable(without_secrets(f"{kind} {text}")).replace("\n", "\n    ")
         with self._lock:
-            self._lines.append(f"{_now()} {entry}")
+            self._lines.append(f"{now()} {entry}")
 
     def write_stacks(self, why: str) -> None:
         self.write("stacks", f"of all threads: {why}")
@@ -94,7 +94,7 @@ class FileRankLog(RankLog):
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         shown = {name: without_secrets(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        content = {**self._about, "ended": ended, "exit_code": exit_code, **shown, "time": _now()}
+        content = {**self._about, "ended": ended, "exit_code": exit_code, **shown, "time": now()}
         with self._lock:
             # Before the line: a reader that has seen the line finds the file.
             try:
@@ -143,6 +143,11 @@ def introduction(rank: int, size: int, launcher: str, host: str, about: str = ""
     return f"{text}; {about}" if about else text
 
 
+def launch_log(run_dir: Path) -> Path:
+    """Return the file of what the command launch says of its starts, a line each with its time."""
+    return run_dir / FOLDER / "launch.log"
+
+
 def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
@@ -151,7 +156,7 @@ def end_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.end.json"
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 

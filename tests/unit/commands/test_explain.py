@@ -176,6 +176,17 @@ def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
         run = Run(tmp_path / launcher, 3, launcher)
         run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
         assert line in explain(tmp_path / launcher).next
+    (tmp_path / "hosts").mkdir()
+    over_hosts = Run(tmp_path / "hosts", 4, "launch", hosts=2)
+    over_hosts.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    assert "horovod_train.main launch -H node0:2,node1:2 -- --config" in explain(over_hosts.folder).next
+
+
+def test_what_launch_said_last_is_shown(tmp_path: Path) -> None:
+    Run(tmp_path, 2, "launch")
+    lines = [f"2026-11-26T12:00:0{number} launch: start {number} of at most 11: 2 rank(s)" for number in range(9)]
+    (tmp_path / "logs" / "launch.log").write_text("\n".join(lines) + "\n")
+    assert [line for line in explain(tmp_path).lines() if " launch: " in line] == lines[-6:]
 
 
 def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:

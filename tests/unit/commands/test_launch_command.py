@@ -154,6 +154,17 @@ def test_two_starts_without_progress_end_it_and_it_says_why(tmp_path: Path) -> N
     assert "two starts in a row have left no checkpoint. What happened: horovod-train explain" in last
 
 
+def test_what_it_says_is_kept_with_the_run(tmp_path: Path) -> None:
+    """From the first start on, though the folder of logs comes later."""
+    program = f"mkdir -p {tmp_path}/logs; exit 1"
+    words = ["-np", 1, "--over", "gloo", "--max-restarts", 1, "--run-dir", tmp_path]
+    finished = launch(*words, "--", "sh", "-c", program)
+    said = [line for line in finished.stderr.splitlines() if line.startswith("launch: ")][1:]
+    kept = (tmp_path / "logs" / "launch.log").read_text().splitlines()
+    assert [line.partition(" ")[2] for line in kept] == said
+    assert said[-1].startswith("launch: stopped: rank 0 ended with exit code 1, after 0 s; --max-restarts 1 is used up")
+
+
 def test_without_progress_it_tries_with_fewer_ranks(tmp_path: Path) -> None:
     program = 'test "$HOROVOD_TRAIN_SIZE" = 1 || kill -9 $$'
     words = ["-np", 2, "--min-np", 1, "--over", "gloo", "--run-dir", tmp_path]
