@@ -41,6 +41,8 @@ RENDEZVOUS_PORT = 29_400
 CONFIG_FOLDER = "/mnt/horovod_train"
 MEET_WITHIN_S = 1800
 """How long ranks wait for a pod that Kubernetes starts elsewhere: its host may have to fetch an image of some GB."""
+SSHD_HOME, SSHD_USER = "/home/mpi", 1000
+"""Of the Dockerfile's sshd, which runs without root."""
 MAX_CONFIG_BYTES = 1 << 20
 """The limit of a ConfigMap."""
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
@@ -143,7 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
     to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {job.nodes * slots}, each with {_device(gpus, per_rank)}")
     to_stderr(f"batch: {batch} records over all ranks, {batch / (job.nodes * slots):g} on each")
     to_stderr(f"stop: a pod has {job.save_within_s} s to save when it must end")
-    to_stderr("secret: in the manifest, by which the ranks know each other; do not publish it")
+    if not arguments.mpijob:
+        to_stderr("secret: in the manifest, by which the ranks know each other; do not publish it")
     return 0
 
 
@@ -235,9 +238,12 @@ def mpi_job(job: Job) -> list[Manifest]:
     command += ["--slots", str(job.slots), "--max-restarts", str(job.max_restarts), "--"]
     # The launcher trains nothing: it waits for the workers.
     launcher = _pod(job, [*command, *job.arguments], [], is_worker=False)
-    worker = _pod(job, ["/usr/sbin/sshd", "-De"], [])
+    worker = _pod(job, ["/usr/sbin/sshd", "-De", "-f", f"{SSHD_HOME}/.sshd_config"], [])
+    for pod in (launcher, worker):
+        pod["securityContext"] = {"runAsUser": SSHD_USER, "fsGroup": SSHD_USER}
     spec = {
         "slotsPerWorker": job.slots,
+        "sshAuthMountPath": f"{SSHD_HOME}/.ssh",
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "template": {"spec": launcher}},
