@@ -150,6 +150,15 @@ def test_the_api_page_names_modules_that_exist() -> None:
         assert as_module.exists() or as_package.exists() or is_member, name
 
 
+def test_the_way_from_a_rank_to_the_exchange_is_as_it_is_told() -> None:
+    text = (PROJECT / "CONTRIBUTING.md").read_text()
+    (table,) = re.findall(r"^\| file \| what happens there \| in \|\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `([\w/.]+)` \| .* \| `(\w+)` \|$", table, re.MULTILINE)
+    assert 4 <= len(rows) <= 6
+    for path, name in rows:
+        assert re.search(rf"^(def|class) {name}\b", (PROJECT / "horovod_train" / path).read_text(), re.MULTILINE), path
+
+
 def test_contributors_are_sent_to_files_that_exist() -> None:
     text = (PROJECT / "CONTRIBUTING.md").read_text()
     (table,) = re.findall(r"^\| to change \| look in \|\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
