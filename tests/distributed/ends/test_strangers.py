@@ -58,20 +58,27 @@ def rows_of(run_dir: Path) -> int:
 
 
 @pytest.mark.long
-def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path) -> None:
-    """Started as by plain srun: both servers of ours are up, one until the ranks have met, one from then on."""
+@pytest.mark.parametrize("way", ["srun", "torchrun"])
+def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path, way: str) -> None:
+    """Both servers of ours are up, one until the ranks have met, one from then on."""
     config, run_dir = tmp_path / "config.yaml", tmp_path / "besieged"
     config.write_text(CONFIG.format(data=digits, steps=10_000_000))
     environment = rank_environment() | {"SLURM_JOB_ID": JOB, "HOROVOD_TRAIN_TOKEN": "a secret of these ranks"}
     program = [sys.executable, "-m", "horovod_train.main", "--config", str(config), "--output-dir", str(run_dir)]
     as_srun = launcher_command("srun", 2)[:-1]
+    if way == "srun":
+        port = candidate_ports(f"{JOB}.0.0")[0]
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = int(listening.getsockname()[1])
+        environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with ExitStack() as stack:
 
         def start(rank: int) -> subprocess.Popen[str]:
             process = subprocess.Popen(
-                [*as_srun, str(rank), "--", *program],
+                [*as_srun, str(rank), "--", *program] if way == "srun" else program,
                 cwd=PROJECT,
-                env=environment,
+                env=environment if way == "srun" else {**environment, "RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -81,7 +88,6 @@ def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path)
             return process
 
         root = start(0)
-        port = candidate_ports(f"{JOB}.0.0")[0]
         wait_until(lambda: answers(port), root)
         rendezvous = stack.enter_context(Siege("127.0.0.1", port, IDLE))
         rendezvous.send(MESSAGES)
