@@ -45,7 +45,6 @@ train: {{max_steps: {steps}}}
 eval: {{every_epochs: null}}
 checkpoint: {{every_steps: 50, every_epochs: null}}
 log: {{every_steps: 10, tensorboard: false}}
-watch: {{warn_after_s: 3, stop_after_s: 10}}
 """
 
 
