@@ -19,9 +19,8 @@ from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
-from horovod_train.data.record_weights import check_weight
 from horovod_train.data.sampler import Order, Plan
-from horovod_train.data.schema import Schema, dump_schema, find_schema, schema_of_names
+from horovod_train.data.schema import Schema, check_weight, dump_schema, find_schema, schema_of_names
 from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
 from horovod_train.data.storage import Storage
 from horovod_train.data.subsets import DataSet, Entry, fold_records, mix, split_by_entry

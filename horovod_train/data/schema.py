@@ -169,6 +169,22 @@ def _first_difference(first: Schema, other: Schema) -> str | None:
     return None
 
 
+def check_weight(name: str | None, schema: Schema) -> None:
+    """Raise UserError if there is no feature of that name, or if it is not one number a record. None: no weights."""
+    if name is None:
+        return
+    if name not in schema.features:
+        raise UserError(f"data.weight: there is no feature {name}; there are {', '.join(schema.features)}.")
+    feature = schema.features[name]
+    check_weight_kind(name, feature.tensor_shape, feature.tensor_dtype)
+
+
+def check_weight_kind(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    if shape or dtype == "string":
+        kind = "of strings" if dtype == "string" else f"{dtype}{list(shape)}"
+        raise UserError(f"data.weight: expected one number a record, shape []; feature {name} is {kind}.")
+
+
 RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
 Dtype = Literal[RawDtype, "bfloat16", "bool"]
 
