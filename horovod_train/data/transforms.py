@@ -13,8 +13,8 @@ import tensorflow as tf
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import Spec
 from horovod_train.data.augment import Augmentation, build_augmentations
+from horovod_train.data.batch_source import Tensors
 from horovod_train.data.decoding import ChangeImage, ImageChanges, decode_images
-from horovod_train.data.pipeline.batch_source import Tensors
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError, one_line
 

@@ -19,8 +19,7 @@ from horovod_train.config.settings import Config, Spec
 from horovod_train.data.dataset import Records
 from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.parsing import example_spec
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, RecordSource
 from horovod_train.data.tfrecord.source import TFRecords

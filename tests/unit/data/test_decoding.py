@@ -334,9 +334,9 @@ import tensorflow as tf
 sys.path.insert(0, "tests")
 from made_records import config
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.batch_source import for_each_batch
-from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.pipeline import Ranks
+from horovod_train.data.batch_source import for_each_batch
+from horovod_train.data.pipeline import build_pipeline
 from horovod_train.errors import UserError
 
 (cpu,) = tf.config.list_physical_devices("CPU")

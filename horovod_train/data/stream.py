@@ -20,9 +20,8 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.pipeline.batch_source import Batch, BatchSource, StepRange, StepSize
-from horovod_train.data.pipeline.feed import prefetch_to
-from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.batch_source import Batch, BatchSource, StepRange, StepSize, prefetch_to
+from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
 
