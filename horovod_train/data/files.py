@@ -21,7 +21,7 @@ from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normaliz
 from horovod_train.errors import UserError
 
 INDEX_NAME = "index.npz"
-"""An index of records, which may be in their folder; see tfrecord.index_file."""
+"""An index of records, which may be in their folder; see tfrecord.index."""
 
 
 _NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")

@@ -17,8 +17,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged
-from horovod_train.data.tfrecord.index import Index, at_record, open_index
-from horovod_train.data.tfrecord.index_file import ScannedFile
+from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index
 from horovod_train.data.tfrecord.staging import StagedFiles
 from horovod_train.errors import UserError
 from horovod_train.open_files import OpenFiles

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from horovod_train.data.storage import DEFAULT, Storage, resolved
 from horovod_train.data.tfrecord import index
-from horovod_train.data.tfrecord.index_file import ScannedFile, hold_lock
+from horovod_train.data.tfrecord.index import ScannedFile, hold_lock
 from horovod_train.errors import UserError
 from horovod_train.output.lease import boot_id
 from horovod_train.output.logs import ANY_RANK

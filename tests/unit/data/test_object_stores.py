@@ -23,7 +23,7 @@ from horovod_train.data.dataset import open_records
 from horovod_train.data.files import INDEX_NAME, paths_beside
 from horovod_train.data.retries import Retries
 from horovod_train.data.storage import Storage
-from horovod_train.data.tfrecord.index_file import load_entries
+from horovod_train.data.tfrecord.index import load_entries
 from horovod_train.errors import UserError
 
 NUMBERS = itertools.count()

@@ -28,7 +28,7 @@ from horovod_train.data.prepare import digits, writing
 from horovod_train.data.prepare.digits import load_digits
 from horovod_train.data.prepare.idx import IMAGE_SCHEMA, load_idx
 from horovod_train.data.prepare.mlp_samples import make_samples
-from horovod_train.data.tfrecord.index_file import hold_lock
+from horovod_train.data.tfrecord.index import hold_lock
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 

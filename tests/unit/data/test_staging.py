@@ -155,7 +155,7 @@ def test_a_full_stage_ends_the_copying_and_not_the_run(
 def test_flags_of_many_blocks_on_a_full_disk_do_not_end_the_process(full_disk: Path) -> None:
     """Where they were in mapped memory, the kernel did, by SIGBUS."""
     program = f"""
-from horovod_train.data.tfrecord.index_file import ScannedFile
+from horovod_train.data.tfrecord.index import ScannedFile
 from horovod_train.data.tfrecord.staging import StagedFiles
 file = ScannedFile("a", 1, 1, "", "", "")
 stage = StagedFiles({str(full_disk)!r}, [file], {{}})
