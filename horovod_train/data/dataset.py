@@ -15,8 +15,8 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.buckets import Buckets, find_buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
-from horovod_train.data.random_access.formats import FILES, FOLDERS
-from horovod_train.data.random_access.formats.array_record import open_array_records
+from horovod_train.data.random_access import FILES, FOLDERS
+from horovod_train.data.random_access.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.sampler import Order, Plan

@@ -24,7 +24,7 @@ from user_sources import RECORDS, row
 
 from horovod_train.data import remote_file, retries
 from horovod_train.data.dataset import open_records
-from horovod_train.data.random_access.formats import hdf5
+from horovod_train.data.random_access import hdf5
 from horovod_train.data.remote_file import Pages, RemoteFile
 from horovod_train.data.storage import Storage
 from horovod_train.data.validation import check_split
@@ -169,7 +169,7 @@ def test_a_process_that_leaves_a_file_open_ends_well(tmp_path: Path) -> None:
     path = WRITERS["hdf5"](tmp_path, ARRAYS)
     program = (
         "import fsspec, sys\n"
-        "from horovod_train.data.random_access.formats.hdf5 import HDF5File\n"
+        "from horovod_train.data.random_access.hdf5 import HDF5File\n"
         "from horovod_train.data.random_access.store import Request\n"
         "fsspec.filesystem('memory').pipe('memory://b/a.h5', open(sys.argv[1], 'rb').read())\n"
         "store = HDF5File('memory://b/a.h5', Request())\n"

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.random_access.formats.arrow import check_types, to_arrays
+from horovod_train.data.random_access.arrow import check_types, to_arrays
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Storage
