@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from horovod_train.data.random_access.arrow import ArrowFile, ParquetFile
+from horovod_train.data.random_access.arrow import ArrowFile, HuggingFaceFolder, ParquetFile, is_hugging_face_folder
 from horovod_train.data.random_access.csv_table import CSVTable
 from horovod_train.data.random_access.hdf5 import HDF5File
-from horovod_train.data.random_access.hugging_face import HuggingFaceFolder, is_hugging_face_folder
 from horovod_train.data.random_access.images import ImageFolder, is_image_folder
 from horovod_train.data.random_access.numpy_files import NumpyArrays, is_numpy_folder, refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
