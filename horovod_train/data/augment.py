@@ -13,8 +13,13 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
-from horovod_train.data.decoding import ChangeImage, ChooseBox
 from horovod_train.errors import UserError
+
+ChooseBox = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(height and width int32 [2], draws float32 [k]) → top, left, height, width, int32 [4], inside the image."""
+
+ChangeImage = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(image uint8 [h, w, c], draws float32 [k]) → image of the same shape."""
 
 _TRIES = 10
 """Random parts among which random_resized_crop chooses the first that fits."""

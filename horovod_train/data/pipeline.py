@@ -36,12 +36,11 @@ from horovod_train.data.batch_source import (
     tensors_by_name,
 )
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
-from horovod_train.data.decoding import image_problem
 from horovod_train.data.parsing import build_parser, zero_rows
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
 from horovod_train.data.source import Arrays, Blocks, Data, Parser, RecordSource, mark_skipped
-from horovod_train.data.transforms import Transforms, apply_preprocess, load_preprocess
+from horovod_train.data.transforms import Transforms, apply_preprocess, image_problem, load_preprocess
 from horovod_train.errors import UserError
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler

@@ -19,10 +19,10 @@ import numpy as np
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, find_records
-from horovod_train.data.decoding import image_problem
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.source import split_records
+from horovod_train.data.transforms import image_problem
 from horovod_train.errors import UserError
 
 _MAX_CLASSES = 1000

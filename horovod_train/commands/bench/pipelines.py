@@ -17,13 +17,12 @@ import tensorflow as tf
 
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.dataset import Records
-from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.parsing import example_spec
 from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, RecordSource
 from horovod_train.data.tfrecord.source import TFRecords
-from horovod_train.data.transforms import cast_and_scale
+from horovod_train.data.transforms import ImageChanges, cast_and_scale, decode_image
 from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]
