@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,15 @@ Encode = Callable[[int], Values]
 """The values of one record, by its number in the source."""
 Splits = Mapping[str, np.ndarray]
 """The numbers of the records of each split, in their order."""
+
+
+class Kind(NamedTuple):
+    """What `prepare` makes records from."""
+
+    about: str
+    """The text of its --help, of which the first line is in the list of kinds."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
 
 
 _IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}(\.lock)?|{DRAFT_NAME}"

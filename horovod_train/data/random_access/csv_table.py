@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from horovod_train.data.prepare.csv_table import load_table
+from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.random_access.images import read_file
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks, objects, single_blocks
 from horovod_train.data.source import Arrays
