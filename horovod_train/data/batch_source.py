@@ -31,6 +31,9 @@ HOST = "CPU:0"
 """The device on which data are read and decoded."""
 _BATCHES_ON_DEVICE = 1
 """Batches that wait on the device of the steps, if it is not the host: device memory is scarce."""
+Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+"""What TensorFlow says on a CPU of a label for which a model has no output."""
 
 
 def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
@@ -92,9 +95,6 @@ class Feed:
         for value, spec in zip(values, self._specs, strict=True):
             value.set_shape(spec.shape)
         return tuple(values)
-
-
-Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 
 
 class Batch(NamedTuple):
@@ -238,10 +238,6 @@ def _steps(chunk: Batch) -> tf.Tensor:
 
 def _batch_at(chunk: Batch, step: tf.Tensor) -> Batch:
     return tf.nest.map_structure(lambda values: values[step], chunk)
-
-
-_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
-"""What TensorFlow says on a CPU of a label for which a model has no output."""
 
 
 class StepRange(NamedTuple):

@@ -27,6 +27,9 @@ _OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors
 """Errors that a record causes; decode_compressed, for example, raises the second, and py_function the third."""
 _PARSE_ERRORS = (*_OP_ERRORS, UnicodeDecodeError)
 """TensorFlow quotes the record in its message, which Python cannot always decode."""
+_KIND_OF_LIST = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
+_LENGTH_DELIMITED = 2
+_KIND_OF_NUMBER = {1: "bytes", 2: "float", 3: "int64"}
 
 
 def build_parser(source: RecordSource, features: dict[str, Feature], config: DataConfig) -> Parser:
@@ -185,9 +188,6 @@ def _array(tensor: tf.Tensor) -> np.ndarray | tf.Tensor:
     return tensor if tensor.dtype == tf.string else tensor.numpy()
 
 
-_KIND_OF_LIST = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
-
-
 def pad_lists(feature: Feature, stored: tf.RaggedTensor) -> tf.Tensor:
     """Return lists as [records, max_length, *shape]. Raises InvalidArgumentError if some list or item does not fit.
 
@@ -259,10 +259,6 @@ def _size_problem(feature: Feature, items: Sequence[Sequence[Any]], size: int) -
     if feature.max_length:
         return f"expected {size} values in each item; item {number} holds {len(items[number])}"
     return f"expected {size} values for shape {list(feature.shape)}; the record holds {len(items[number])}"
-
-
-_LENGTH_DELIMITED = 2
-_KIND_OF_NUMBER = {1: "bytes", 2: "float", 3: "int64"}
 
 
 class NotPlain(ValueError):

@@ -45,6 +45,9 @@ from horovod_train.errors import UserError
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
 _NOT_AN_IMAGE = "records that are no images: "
+_CHUNK_RECORDS = 4096
+_CHUNK_SINGLE_RECORDS = 256  # single records may take long to read, and the first step waits for a whole chunk
+_CHUNK_BYTES = 16 << 20
 
 
 class Ranks(NamedTuple):
@@ -273,11 +276,6 @@ def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarr
 
 def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
     return tf.TensorSpec(tensor.shape, tensor.dtype)
-
-
-_CHUNK_RECORDS = 4096
-_CHUNK_SINGLE_RECORDS = 256  # single records may take long to read, and the first step waits for a whole chunk
-_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from horovod_train.data.source import Blocks
 Order = Literal["shuffled", "lanes", "file"]
 
 _BLOCKS, _RECORDS = 1, 2  # so that the order of blocks and the order inside windows are independent
+_STEPS = 256  # at a time
 
 
 class Rows(NamedTuple):
@@ -207,9 +208,6 @@ class EpochSequence:
 
 def _running_sum(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-
-
-_STEPS = 256  # at a time
 
 
 @dataclass

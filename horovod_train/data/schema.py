@@ -22,6 +22,8 @@ from horovod_train.data.storage import DEFAULT, Storage, parent
 from horovod_train.errors import UserError, one_line
 
 DATASET_NAME = "dataset.json"
+RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
+Dtype = Literal[RawDtype, "bfloat16", "bool"]
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,6 @@ def check_weight_kind(name: str, shape: tuple[int, ...], dtype: str) -> None:
     if shape or dtype == "string":
         kind = "of strings" if dtype == "string" else f"{dtype}{list(shape)}"
         raise UserError(f"data.weight: expected one number a record, shape []; feature {name} is {kind}.")
-
-
-RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
-Dtype = Literal[RawDtype, "bfloat16", "bool"]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ Arrays = dict[str, np.ndarray]
 
 Data = list[Any] | np.ndarray | Arrays
 """Records as a source gives them: one by one; uint8 [records, bytes] if all have one length; or arrays by name."""
+_SHORT = 8  # hex digits: enough to tell which file differs once it is known that one does
+Names = list[tuple[str, str]]
+"""For each part in order, its base name and a short digest of all that identifies it."""
 
 
 def split_records(data: Data) -> list[Any]:
@@ -151,13 +154,6 @@ class OpenSource(Protocol):
 
     def __call__(self, files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RecordSource:
         """allow_damage: use the records before the damage and say so in the part's `problem`."""
-
-
-_SHORT = 8  # hex digits: enough to tell which file differs once it is known that one does
-
-
-Names = list[tuple[str, str]]
-"""For each part in order, its base name and a short digest of all that identifies it."""
 
 
 def digest_of(parts: Sequence[Part]) -> str:

@@ -29,6 +29,8 @@ _CHUNK_RECORDS = 1024
 """Most records that go from Python into TensorFlow at the same time."""
 _CHUNK_BYTES = 16 << 20
 """Most bytes of them, unless a single step has more."""
+WHERE = "data.dataset"
+_COUNT_BATCH = 1024
 
 
 class StreamPipeline(BatchSource):
@@ -166,10 +168,6 @@ class StreamPipeline(BatchSource):
         *leaves, weights, ids, count = values
         inputs, targets = tf.nest.pack_sequence_as(self._stream.elements[:2], leaves)
         return Batch(inputs, targets, weights, ids, count)
-
-
-WHERE = "data.dataset"
-_COUNT_BATCH = 1024
 
 
 def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:

@@ -30,6 +30,9 @@ _SIDE = 4
 and not at all where less than this is decoded. Cutting them off takes a tenth of the time, so random boxes, which stand
 for no pixels in particular, go without."""
 _DCT = {"fast": "INTEGER_FAST", "accurate": "INTEGER_ACCURATE"}
+_Choose = Callable[[tf.Tensor], tf.Tensor]
+Preprocess = Callable[[Tensors], Tensors]
+"""Inputs [rows, …] → inputs [rows, …]."""
 
 
 class ImageChanges(NamedTuple):
@@ -108,9 +111,6 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
     if feature.resize != "none" or tuple(image.shape) == feature.shape:
         return None
     return f"expected an image of {list(feature.shape)}; the record holds {list(image.shape)}, and resize is none"
-
-
-_Choose = Callable[[tf.Tensor], tf.Tensor]
 
 
 def _box_of_resize(feature: Feature) -> _Choose | None:
@@ -306,10 +306,6 @@ def _changes_on_decoding(augmentations: Sequence[Augmentation]) -> tuple[ImageCh
 
 def _slice_draws(change: ChangeImage, first: int, last: int) -> ChangeImage:
     return lambda image, draws: change(image, draws[first:last])
-
-
-Preprocess = Callable[[Tensors], Tensors]
-"""Inputs [rows, …] → inputs [rows, …]."""
 
 
 def load_preprocess(name: str | None) -> Preprocess | None:

@@ -21,9 +21,9 @@ import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.data import counter_rng
-from horovod_train.data.files import INDEX_NAME
+from horovod_train.data.files import INDEX_NAME, hold_lock
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
-from horovod_train.data.tfrecord.index import DRAFT_NAME, hold_lock, write_index
+from horovod_train.data.tfrecord.index import DRAFT_NAME, write_index
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout, track
@@ -34,6 +34,16 @@ Encode = Callable[[int], Values]
 """The values of one record, by its number in the source."""
 Splits = Mapping[str, np.ndarray]
 """The numbers of the records of each split, in their order."""
+_IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}(\.lock)?|{DRAFT_NAME}"
+_INSIDE = (re.escape(DATASET_NAME), "train|eval", f"(train|eval)/({_IN_SPLIT})")
+DATASET = Artifact("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
+_DRAFT = Artifact("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
+DEFAULT_SEED = 1
+_SHARD_BYTES = 128 << 20
+_MIN_SHARDS = 4
+_SAMPLED_RECORDS = 16
+_WAIT_S = 60.0
+"""How long `write_once` waits for another process, which may hang."""
 
 
 class Kind(NamedTuple):
@@ -43,20 +53,6 @@ class Kind(NamedTuple):
     """The text of its --help, of which the first line is in the list of kinds."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], None]
-
-
-_IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}(\.lock)?|{DRAFT_NAME}"
-_INSIDE = (re.escape(DATASET_NAME), "train|eval", f"(train|eval)/({_IN_SPLIT})")
-DATASET = Artifact("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
-_DRAFT = Artifact("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
-
-DEFAULT_SEED = 1
-
-_SHARD_BYTES = 128 << 20
-_MIN_SHARDS = 4
-_SAMPLED_RECORDS = 16
-_WAIT_S = 60.0
-"""How long `write_once` waits for another process, which may hang."""
 
 
 def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits, encode: Encode) -> None:

@@ -42,6 +42,15 @@ OpenStore = Callable[[str, Request], Store]
 BuildParser = Callable[[dict[str, Feature]], Parser]
 
 _TRIED_RECORDS = 100
+_STORED_AS = {"bool": "uint8", "uint32": "int64"}
+"""Dtypes that no feature can have → the smallest dtype that holds their values."""
+_RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
+_IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
+"""numpy's kind of the values in lists → the type as which they are read."""
+NAME = "digests.json"
+_PIECE = 1 << 22
+_REMOTE_FILES = 8  # read at the same time
+_FORMAT = "horovod_train digests 1"
 
 
 class RandomAccessRecords:
@@ -133,14 +142,6 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
     reason = describe_error(failure)
     first = store.name(0).removeprefix(f"{store.path}: ")
     raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure
-
-
-_STORED_AS = {"bool": "uint8", "uint32": "int64"}
-"""Dtypes that no feature can have → the smallest dtype that holds their values."""
-_RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
-
-_IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
-"""numpy's kind of the values in lists → the type as which they are read."""
 
 
 def names_in_config(config: DataConfig) -> tuple[str, ...]:
@@ -253,13 +254,6 @@ def _type_in_lists(where: str, values: np.ndarray) -> str:
     if dtype.kind not in _IN_LISTS:
         raise UserError(f"{where}: {dtype} is not supported in lists; store whole numbers, floats or text.")
     return _IN_LISTS[dtype.kind]
-
-
-NAME = "digests.json"
-_PIECE = 1 << 22
-_REMOTE_FILES = 8  # read at the same time
-
-_FORMAT = "horovod_train digests 1"
 
 
 def _is_ours(path: Path) -> bool:

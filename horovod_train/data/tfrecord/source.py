@@ -29,15 +29,24 @@ import numpy as np
 from horovod_train import tfrecord_framing
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, resolved
-from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, hold_lock, open_index, unpack
+from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack
 from horovod_train.errors import UserError
 from horovod_train.open_files import OpenFiles
 from horovod_train.output.lease import boot_id
 from horovod_train.output.logs import ANY_RANK
 from horovod_train.output.removal import Artifact, remove, rename
+
+_UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_NAME = r"[0-9a-f]{24}"
+_OTHER_BOOT = Artifact(
+    "a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|(unpacked\.)?lock|partial)",)
+)
+_PARTIAL = Artifact("an unfinished copy", rf"{_NAME}\.partial")
+log = logging.getLogger(__name__)
 
 
 class TFRecords:
@@ -122,30 +131,27 @@ class TFRecordBlocks:
         return data
 
     def _read_file(self, file: ScannedFile, offset: int, length: int) -> bytes:
+        path, is_file_remote = file.path, is_remote(file.path)
         try:
-            data = (self._read_remote if is_remote(file.path) else self._read_local)(file, offset, length)
+            if is_file_remote and path not in self._unchanged:  # once, because it takes a request
+                check_unchanged(path, file.size, file.mtime_ns, self._storage.stamp(path))
+                self._unchanged.add(path)
+            if file.packing:  # its copy is read, so the file need not stay open
+                if not is_file_remote:
+                    check_unchanged(path, file.size, file.mtime_ns, Stamp.of(os.stat(path)))
+                data = self._staged.read_unpacked(file, offset, length)
+            elif is_file_remote:
+                data = self._storage.read(path, offset, length)
+            else:
+                with self._files.opened(path) as fd:
+                    # If the file was replaced, this descriptor still reads the old one.
+                    check_unchanged(path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd)))
+                    data = os.pread(fd, length, offset)
         except OSError as error:
-            raise UserError(f"{file.path}: cannot be read any more: {error.strerror or error}.") from error
+            raise UserError(f"{path}: cannot be read any more: {error.strerror or error}.") from error
         if len(data) < length:
-            raise UserError(f"{file.path}: byte {offset}: {length} bytes expected, {len(data)} came.")
+            raise UserError(f"{path}: byte {offset}: {length} bytes expected, {len(data)} came.")
         return data
-
-    def _read_local(self, file: ScannedFile, offset: int, length: int) -> bytes:
-        if file.packing:  # its copy is read, so the file need not stay open
-            check_unchanged(file.path, file.size, file.mtime_ns, Stamp.of(os.stat(file.path)))
-            return self._staged.read_unpacked(file, offset, length)
-        with self._files.opened(file.path) as fd:
-            # If the file was replaced, this descriptor still reads the old one.
-            check_unchanged(file.path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd)))
-            return os.pread(fd, length, offset)
-
-    def _read_remote(self, file: ScannedFile, offset: int, length: int) -> bytes:
-        if file.path not in self._unchanged:  # once, because it takes a request
-            check_unchanged(file.path, file.size, file.mtime_ns, self._storage.stamp(file.path))
-            self._unchanged.add(file.path)
-        if file.packing:
-            return self._staged.read_unpacked(file, offset, length)
-        return self._storage.read(file.path, offset, length)
 
 
 def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:
@@ -153,16 +159,6 @@ def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:
     ends = np.zeros(len(index.files), np.int64)
     np.maximum.at(ends, index.file, index.offset + index.blocks.bytes)
     return {file: int(end) for file, end in zip(index.files, ends.tolist(), strict=True) if file.packing}
-
-
-_UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_NAME = r"[0-9a-f]{24}"
-_OTHER_BOOT = Artifact(
-    "a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|(unpacked\.)?lock|partial)",)
-)
-_PARTIAL = Artifact("an unfinished copy", rf"{_NAME}\.partial")
-
-log = logging.getLogger(__name__)
 
 
 class StagedFiles:

@@ -21,7 +21,7 @@ from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
-from horovod_train.data.files import INDEX_NAME, list_files, paths_beside, save_to_first
+from horovod_train.data.files import INDEX_NAME, hold_lock, list_files, paths_beside, save_to_first
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import split_records
 from horovod_train.data.tfrecord import index as index_module
@@ -30,7 +30,6 @@ from horovod_train.data.tfrecord.index import (
     BLOCK_RECORDS,
     Entries,
     Index,
-    hold_lock,
     load_entries,
     open_index,
     save_entries,

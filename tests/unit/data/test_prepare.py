@@ -24,10 +24,10 @@ from PIL import Image
 
 from horovod_train.data import prepare
 from horovod_train.data.dataset import open_records
+from horovod_train.data.files import hold_lock
 from horovod_train.data.prepare import digits, writing
 from horovod_train.data.prepare.digits import IMAGE_SCHEMA, load_digits, load_idx
 from horovod_train.data.prepare.samples import make_mlp_samples
-from horovod_train.data.tfrecord.index import hold_lock
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
