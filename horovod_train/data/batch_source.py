@@ -278,7 +278,7 @@ class BatchSource(ABC):
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from."""
     files: str
-    """The parts as identity.pack packs them; "" if there are none."""
+    """The parts as source.pack packs them; "" if there are none."""
     order_settings: str
     """The settings on which the order of the records depends, for messages."""
     _failure: Exception | None = None

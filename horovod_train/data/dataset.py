@@ -33,7 +33,7 @@ SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
 A dataset.json beside these files says what a record holds. Kinds that describe their records are in
-random_access.formats.
+random_access.
 """
 
 

@@ -4,7 +4,7 @@ A source is all records of one split in a fixed order. It stores them in blocks:
 piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
 
 To add a kind: a package with an OpenSource, such as tfrecord.source.open_tfrecords, and a line in dataset.SOURCES.
-Files that can be read by number need less: see random_access.formats.
+Files that can be read by number need less: see random_access.
 
 A part of a source, such as a file, is identified by its base name, its size, its number of records and a digest of what
 they hold. Its folder and time do not matter, so copies on other disks and hosts are equal.

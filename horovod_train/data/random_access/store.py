@@ -1,6 +1,6 @@
 """The interface of each kind of storage whose records are read by number, and what all kinds share.
 
-Names a record that cannot be read, and uses the other records of its block. Contains no format; see formats.
+Names a record that cannot be read, and uses the other records of its block. Contains no format.
 """
 
 from __future__ import annotations
