@@ -119,11 +119,6 @@ class Batch(NamedTuple):
         return tf.cast(self.ids >= 0, tf.float32)
 
 
-def spec_of_batch(chunks: tf.data.Dataset) -> Batch:
-    """Return the specs of the batches in such a dataset; see BatchSource.chunks."""
-    return tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), chunks.element_spec)
-
-
 def pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:
     """Return the named tensors as a model gets them: the only one, or a dict of them."""
     return tensors[names[0]] if len(names) == 1 else {name: tensors[name] for name in names}
@@ -304,7 +299,8 @@ class BatchSource(ABC):
 
     @cached_property
     def element_spec(self) -> Batch:
-        return spec_of_batch(self._dataset(Feed(iter(()), self._specs, self._set_failure).dataset(0)))
+        chunks = self._dataset(Feed(iter(()), self._specs, self._set_failure).dataset(0))
+        return tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), chunks.element_spec)
 
     @property
     @abstractmethod
@@ -361,7 +357,14 @@ class BatchSource(ABC):
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):
             return None
-        return self._failure or _explain_label(str(error.message))
+        label = _LABEL.search(str(error.message))
+        if self._failure is not None or label is None:
+            return self._failure
+        return UserError(
+            f"data.targets: a record has the label {label[1]}; the model has outputs for labels from 0 to "
+            f"{int(label[2]) - 1}. Build the model with more outputs, or correct the records: check-data counts their "
+            "labels, and with classes of a feature in data.features it names the records."
+        )
 
     def name_record(self, record: int, problem: str) -> str:
         """Return a sentence with the place of a record and what is wrong with it."""
@@ -388,15 +391,3 @@ class BatchSource(ABC):
             yield
         except tf.errors.OpError as error:
             raise self.explain(error) or error from error
-
-
-def _explain_label(text: str) -> UserError | None:
-    """Return the failure behind an error of TensorFlow about a label; None if it is about something else."""
-    match = _LABEL.search(text)
-    if match is None:
-        return None
-    return UserError(
-        f"data.targets: a record has the label {match[1]}; the model has outputs for labels from 0 to "
-        f"{int(match[2]) - 1}. Build the model with more outputs, or correct the records: check-data counts their "
-        "labels, and with classes of a feature in data.features it names the records."
-    )

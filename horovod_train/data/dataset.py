@@ -32,8 +32,7 @@ Split = Literal["train", "eval"]
 SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record*": open_array_records}
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
-A dataset.json beside these files says what a record holds. Kinds that describe their records are in
-random_access.
+A dataset.json beside these files says what a record holds. Kinds that describe their records are in random_access.
 """
 
 
@@ -114,10 +113,8 @@ def look_before_start(config: DataConfig, split: Split, *, ranks: int, needs_lab
 
     One rank among several does not scan yet: later one rank scans while the others wait.
     """
-    if ranks == 1:
-        open_records(config, split, needs_labels=needs_labels)
-    else:
-        find_records(config, split, needs_labels=needs_labels)
+    look = open_records if ranks == 1 else find_records
+    look(config, split, needs_labels=needs_labels)
 
 
 def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> Records:

@@ -121,7 +121,10 @@ class FunctionParser:
             raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
         self._name = name
         outputs = self._function.structured_outputs
-        if not isinstance(outputs, dict) or not all(_is_batch(output) for output in outputs.values()):
+        if not isinstance(outputs, dict) or not all(
+            isinstance(output, tf.Tensor) and output.shape.rank and None not in output.shape[1:]
+            for output in outputs.values()
+        ):
             raise UserError(
                 f"data.parse: {name} must return a dict of tensors [n, ...] whose shapes are known but for n; "
                 f"it returns {outputs}."
@@ -158,11 +161,6 @@ class FunctionParser:
     def _call(self, records: list[bytes]) -> dict[str, tf.Tensor]:
         with tf.device("cpu:0"):
             return self._function(tf.constant(np.array(records, object)))
-
-
-def _is_batch(output: Any) -> bool:
-    """Return whether it is a tensor [n, ...] with known sizes after n."""
-    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
 
 
 def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,7 +72,9 @@ class Pipeline(BatchSource):
         used = {*records.schema.inputs, *records.schema.targets}
         self._features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
         self._parser = build_parser(records.source, self._features, config)
-        _check_names(used, self._parser.dtypes, config.parse)
+        if missing := sorted(used.difference(self._parser.dtypes)):
+            names = ", ".join(self._parser.dtypes)
+            raise UserError(f"data.parse: {config.parse} gives {names}; inputs and targets want {missing[0]}.")
         self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
         lists = plan.buckets.names if plan.buckets else ()
         self._lists = tuple(name for name in lists if name in used)
@@ -96,7 +98,9 @@ class Pipeline(BatchSource):
         self.steps_per_epoch, self.steps_per_chunk = plan.steps_per_epoch, self._loader.steps_per_chunk
         self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
         traced = tf.function(self.scaled, autograph=False).get_concrete_function(self.element_spec)
-        self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
+        self.scaled_spec: Batch = tf.nest.map_structure(
+            lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), traced.structured_outputs
+        )
 
     def count(self, step: int) -> int:
         return self._plan.count(step)
@@ -241,12 +245,13 @@ class Pipeline(BatchSource):
         return self._loader.name_record(record, problem)
 
     def _name_image(self, record: int) -> UserError:
-        stored = self._loader.stored(record)
+        stored, problem = self._loader.stored(record), "an image could not be decoded, and now it can"
         for name, feature in self._features.items():
-            problem = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
-            if problem:
-                return self._loader.bad_record(record, f"feature {name}: {problem}")
-        return self._loader.bad_record(record, "an image could not be decoded, and now it can")
+            found = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
+            if found:
+                problem = f"feature {name}: {found}"
+                break
+        return self._loader.error(self.name_record(record, problem))
 
 
 def build_pipeline(
@@ -265,17 +270,8 @@ def build_pipeline(
     return pipeline
 
 
-def _check_names(used: set[str], names: Iterable[str], parse: str | None) -> None:
-    for name in sorted(used.difference(names)):
-        raise UserError(f"data.parse: {parse} gives {', '.join(names)}; inputs and targets want {name}.")
-
-
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:
     return values.reshape(shape) if isinstance(values, np.ndarray) else tf.reshape(values, shape)
-
-
-def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -354,10 +350,6 @@ class Loader:
         ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
         return Chunk(arrays, records, ids, count, unparsed.widths)
 
-    def bad_record(self, record: int, problem: str) -> UserError:
-        """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
-        return self._error(self.name_record(record, problem))
-
     def stored(self, record: int) -> Arrays:
         """Return the stored values of one record, each with one row."""
         records = np.array([record])
@@ -370,7 +362,8 @@ class Loader:
         with self._lock:
             return self._reader.name_record(record, problem)
 
-    def _error(self, sentence: str) -> UserError:
+    def error(self, sentence: str) -> UserError:
+        """Return the error about a bad record: the sentence that names it, and the rank that read it."""
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
         return UserError(f"{sentence} Read by {rank}; data.on_bad_record=skip leaves out such records.")
 
@@ -381,7 +374,7 @@ class Loader:
             return self._cache.load(records), np.zeros(len(records), bool)
         arrays, unusable = parse_usable(self._parser, records, data, faults, self.name_record)
         if unusable and not self._skip_bad:
-            raise self._error(next(iter(unusable.values())))
+            raise self.error(next(iter(unusable.values())))
         self.skipped.update(unusable)
         bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
         if self._cache:

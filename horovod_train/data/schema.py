@@ -286,10 +286,6 @@ def _contradiction(feature: Feature) -> str | None:
         return "bytes that are not decoded have no cast, scale, offset, classes or padding."
     if feature.classes and not feature.stored_dtype.startswith(("int", "uint")):
         return f"classes is for integers; this one is {feature.stored_dtype}."
-    return _wrong_class_names(feature)
-
-
-def _wrong_class_names(feature: Feature) -> str | None:
     names = feature.class_names
     if names and feature.type != "int64":
         return f"class_names is for type int64, also where records hold the names; this one is {feature.type}."

@@ -53,14 +53,8 @@ class StreamPipeline(BatchSource):
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
         self.order_settings = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
-        facts = [
-            stream.spec.name,
-            stream.spec.options,
-            stream.seed,
-            ranks.size,
-            self.global_batch_size,
-            steps_per_epoch,
-        ]
+        spec = stream.spec
+        facts = [spec.name, spec.options, stream.seed, ranks.size, self.global_batch_size, steps_per_epoch]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
         record_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._leaves)
         records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
@@ -102,8 +96,12 @@ class StreamPipeline(BatchSource):
                 num_rows = 0 if leaves is None else int(leaves[-1].shape[0])
                 if leaves is not None:
                     self._check_weights(leaves[-1], epoch)
-                if self._lengths is not None and last == self.steps_per_epoch:
-                    self._check_is_last(num_rows <= (last - first) * rows and next(blocks, None) is None, epoch)
+                is_end = self._lengths is not None and last == self.steps_per_epoch
+                if is_end and (num_rows > (last - first) * rows or next(blocks, None) is not None):
+                    raise UserError(
+                        f"{WHERE}: {self._stream.name(epoch)} gives more records than an epoch has room for: "
+                        f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
+                    )
                 yield self._pad(leaves, filler, first, last - first)
 
     def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
@@ -111,13 +109,6 @@ class StreamPipeline(BatchSource):
         if int(tf.size(bad)):
             raise UserError(
                 f"{WHERE}: {self._stream.name(epoch)}: expected weights of 0 or more; received {float(bad[0]):g}."
-            )
-
-    def _check_is_last(self, is_last: bool, epoch: int) -> None:
-        if not is_last:
-            raise UserError(
-                f"{WHERE}: {self._stream.name(epoch)} gives more records than an epoch has room for: "
-                f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
             )
 
     def _pad(

@@ -203,13 +203,18 @@ class Transforms:
 
         Raises UserError if inputs and targets would not stay aligned.
         """
-        images = _images(features, schema.inputs)
+
+        def images_of(names: Sequence[str]) -> dict[str, Feature]:
+            named = {name: features[name] for name in names if name in features}
+            return {name: f for name, f in named.items() if len(f.shape) == 3 and not f.max_length}
+
+        images = images_of(schema.inputs)
         if augment and not images:
             raise UserError(
                 "data.augment: is for inputs [height, width, channels]; "
                 f"there is none among {', '.join(schema.inputs)}."
             )
-        images |= _images(features, schema.targets)
+        images |= images_of(schema.targets)
         self._features = features
         self._augmentations = {
             name: build_augmentations(augment if name in images else (), feature.shape, feature.interpolation)
@@ -248,11 +253,6 @@ class Transforms:
             name: cast_and_scale(self._features[name], values) if name in self._features else values
             for name, values in tensors.items()
         }
-
-
-def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
-    named = {name: features[name] for name in names if name in features}
-    return {name: feature for name, feature in named.items() if len(feature.shape) == 3 and not feature.max_length}
 
 
 def _check_aligned(

@@ -63,9 +63,14 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
     out, shards = arguments.out, arguments.shards
     if shards is not None and shards < 1:
         raise UserError(f"--shards must be at least 1; received {shards}.")
-    _check_free(out, arguments.force)
-    logs.load_tensorflow()
+    if os.path.lexists(out) and not arguments.force:
+        raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
     place = Path(os.path.abspath(out))
+    try:
+        check(place, DATASET)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
+    logs.load_tensorflow()
     try:
         with _new_draft(place) as draft:
             counts = _write_splits(draft, schema, splits, encode, shards)
@@ -201,15 +206,6 @@ def _example(values: Values) -> bytes:
         else:
             features[name] = Feature(int64_list=Int64List(value=array.ravel()))
     return Example(features=Features(feature=features)).SerializeToString(deterministic=True)
-
-
-def _check_free(out: str, force: bool) -> None:
-    if os.path.lexists(out) and not force:
-        raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
-    try:
-        check(Path(os.path.abspath(out)), DATASET)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
 
 
 def _is_complete(folder: Path) -> bool:

@@ -114,15 +114,11 @@ def open_described(
     schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path, labels)
     if config.on_bad_record == "error":
         for store in nonempty:
-            _check_first(store, ArraysParser(schema.features))
+            number, arrays = _first_record(store)
+            problem = ArraysParser(schema.features).problem({name: values[0] for name, values in arrays.items()})
+            if problem:
+                raise UserError(f"{store.name(number)}: {problem}.")
     return RandomAccessRecords(stores, ArraysParser, config.index_dir, storage), schema
-
-
-def _check_first(store: Store, parser: Parser) -> None:
-    number, arrays = _first_record(store)
-    problem = parser.problem({name: values[0] for name, values in arrays.items()})
-    if problem:
-        raise UserError(f"{store.name(number)}: {problem}.")
 
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
@@ -150,6 +146,12 @@ def names_in_config(config: DataConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) if config.inputs else ()
 
 
+def images_in_config(config: DataConfig) -> frozenset[str]:
+    """Return the features that the config declares as image files."""
+    features = config.features.items()
+    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
+
+
 def labels_of(config: DataConfig) -> tuple[str, ...]:
     """Return the features that no model gets, unless data.inputs names them: the targets and the weight."""
     return (*config.targets, *_weight(config))
@@ -165,25 +167,18 @@ def without_labels(config: DataConfig) -> DataConfig:
     return dataclasses.replace(config, targets=(), weight=None, features=features)
 
 
-def images_in_config(config: DataConfig) -> frozenset[str]:
-    """Return the features that the config declares as image files."""
-    features = config.features.items()
-    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
-
-
 def describe(
     first: Arrays,
     defaults: Mapping[str, Mapping[str, Any]],
     config: DataConfig,
     path: str,
-    labels: Collection[str] | None = None,
+    labels: Collection[str],
 ) -> Schema:
     """Return the schema of records. first: one of them, each array with one row. defaults: as of Store.
 
-    data.features takes precedence over defaults. Without data.inputs, all features but the labels are inputs. labels:
-    by default, the targets and the weight. Raises UserError.
+    data.features takes precedence over defaults. Without data.inputs, all features but the labels are inputs. Raises
+    UserError.
     """
-    labels = labels_of(config) if labels is None else labels
     available = ", ".join(first) or "nothing"
     weight = _weight(config)
     named = {"targets": config.targets, "inputs": config.inputs, "weight": weight, "features": config.features}
