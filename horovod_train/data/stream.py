@@ -84,25 +84,27 @@ class StreamPipeline(BatchSource):
     def _load_epoch(self, epoch: int, ranges: Sequence[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         """Yield the chunks of an epoch: leaves, weights, ids, counts, each [steps, …]."""
         rows, first_step = self.batch_size_per_rank, ranges[0].first
+        zeros = [tf.zeros([1, *spec.shape], spec.dtype) for spec in self._leaves]
+
+        def leaves_of(block: Any) -> list[tf.Tensor]:
+            return [leaf[:0] for leaf in zeros] if block is None else tf.nest.flatten(block)
+
         with self._stream.explaining(epoch):
             records = self._stream.dataset(epoch)
-            filler = self._filler(records) if first_step else None
+            first_record = leaves_of(next(iter(records.take(1).batch(1)), None)) if first_step else []
             blocks = iter(records.skip(first_step * rows).batch(self.steps_per_chunk * rows).prefetch(1))
             for _, first, last in ranges:
-                block = next(blocks, None)
-                leaves = None if block is None else tf.nest.flatten(block)
-                if filler is None:
-                    filler = self._zeros() if leaves is None else [leaf[:1] for leaf in leaves]
-                num_rows = 0 if leaves is None else int(leaves[-1].shape[0])
-                if leaves is not None:
-                    self._check_weights(leaves[-1], epoch)
+                leaves, room = leaves_of(next(blocks, None)), (last - first) * rows
+                first_record = first_record or [leaf[:1] for leaf in leaves]
+                self._check_weights(leaves[-1], epoch)
                 is_end = self._lengths is not None and last == self.steps_per_epoch
-                if is_end and (num_rows > (last - first) * rows or next(blocks, None) is not None):
+                if is_end and (int(leaves[-1].shape[0]) > room or next(blocks, None) is not None):
                     raise UserError(
                         f"{WHERE}: {self._stream.name(epoch)} gives more records than an epoch has room for: "
                         f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
                     )
-                yield self._pad(leaves, filler, first, last - first)
+                filler = first_record if first_record[-1].shape[0] else zeros
+                yield self._pad([leaf[:room] for leaf in leaves], filler, first, last - first)
 
     def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
         bad = tf.boolean_mask(weights, ~(tf.math.is_finite(weights) & (weights >= 0)))
@@ -112,12 +114,11 @@ class StreamPipeline(BatchSource):
             )
 
     def _pad(
-        self, leaves: list[tf.Tensor] | None, filler: list[tf.Tensor], first_step: int, steps: int
+        self, leaves: list[tf.Tensor], filler: list[tf.Tensor], first_step: int, steps: int
     ) -> list[np.ndarray | tf.Tensor]:
+        """Return a chunk. filler: the leaves of one row, which rows without a record repeat."""
         ranks, rows = self._stream.ranks, self.batch_size_per_rank
-        room = steps * rows
-        leaves = [leaf[:0] for leaf in filler] if leaves is None else [leaf[:room] for leaf in leaves]
-        num_rows = int(leaves[-1].shape[0])
+        room, num_rows = steps * rows, int(leaves[-1].shape[0])
         full = [
             tf.concat([leaf, tf.repeat(fill, room - num_rows, axis=0)], 0) if num_rows < room else leaf
             for leaf, fill in zip(leaves, filler, strict=True)
@@ -128,17 +129,6 @@ class StreamPipeline(BatchSource):
         full[-1] = tf.where(real, full[-1], 0.0)
         counts = tf.constant([self.count(step) for step in range(first_step, first_step + steps)], tf.int64)
         return [*(tf.reshape(values, [steps, rows, *values.shape[1:]]) for values in (*full, ids)), counts]
-
-    def _filler(self, records: tf.data.Dataset) -> list[tf.Tensor]:
-        """Return the leaves of the epoch's first record, each with one row."""
-        first = next(iter(records.take(1).batch(1)), None)
-        return self._zeros() if first is None else tf.nest.flatten(first)
-
-    def _zeros(self) -> list[tf.Tensor]:
-        return [
-            tf.zeros([1, *spec.shape], spec.dtype) if spec.dtype != tf.string else tf.fill([1, *spec.shape], "")
-            for spec in self._leaves
-        ]
 
     @property
     def _leaves(self) -> list[tf.TensorSpec]:
