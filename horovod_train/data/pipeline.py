@@ -80,7 +80,6 @@ class Pipeline(BatchSource):
         self._lists = tuple(name for name in lists if name in used)
         self._widths = [lists.index(name) for name in self._lists]
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
-        self._device = ranks.device
         self._preprocess = load_preprocess(config.preprocess)
         # Traced once, not for every pass.
         self._transform = tf.function(self._make_batch, autograph=False)
@@ -195,7 +194,7 @@ class Pipeline(BatchSource):
         else:
             data = data.map(self._transform)
             ahead = -(-(self._config.prefetch_batches or 1) // self.steps_per_chunk)
-        return prefetch_to(data.prefetch(ahead), self._device)
+        return prefetch_to(data.prefetch(ahead), self._ranks.device)
 
     def _transform_step(self, *values: tf.Tensor) -> Batch:
         """Return a chunk of one step."""
@@ -289,24 +288,25 @@ class Chunk:
     """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
 
 
-class Unparsed(NamedTuple):
-    """A chunk that is read, but not parsed."""
+class _ChunkReads(NamedTuple):
+    """What a chunk needs of the records."""
 
     steps: StepRange
-    rows: Rows
-    widths: np.ndarray
-    """As in Chunk."""
-    data: Data | None
-    """None if the cache has all of it."""
-    faults: dict[int, str]
-    """As Reader.read returns them."""
-
-
-class _ChunkReads(NamedTuple):
     rows: Rows
     blocks: np.ndarray
     """Blocks to keep while the chunk is loaded."""
     widths: np.ndarray
+    """As in Chunk."""
+
+
+class Unparsed(NamedTuple):
+    """A chunk that is read, but not parsed."""
+
+    reads: _ChunkReads
+    data: Data | None
+    """None if the cache has all of it."""
+    faults: dict[int, str]
+    """As Reader.read returns them."""
 
 
 class Loader:
@@ -339,16 +339,17 @@ class Loader:
             self._reader.keep_only(np.concatenate(blocks).tolist())
             self._chunk_reads = {s: r for s, r in self._chunk_reads.items() if s in following}
             self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
-        return Unparsed(steps, reads.rows, reads.widths, data, faults)
+        return Unparsed(reads, data, faults)
 
     def parse(self, unparsed: Unparsed) -> Chunk:
         """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
-        records, real = (values.ravel() for values in unparsed.rows)
-        arrays, bad = self._parse(records, unparsed.data, unparsed.faults)
-        _, first, last = unparsed.steps
+        reads, data, faults = unparsed
+        records, real = (values.ravel() for values in reads.rows)
+        arrays, bad = self._parse(records, data, faults)
+        _, first, last = reads.steps
         count = np.array([self._plan.count(step) for step in range(first, last)], np.int64)
         ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
-        return Chunk(arrays, records, ids, count, unparsed.widths)
+        return Chunk(arrays, records, ids, count, reads.widths)
 
     def stored(self, record: int) -> Arrays:
         """Return the stored values of one record, each with one row."""
@@ -398,7 +399,7 @@ class Loader:
             blocks = np.zeros(0, np.int64) if cached else self._plan.blocks_near(*arguments)
             # A separate sequence for all ranks' records, because a sequence caches only the windows last used.
             widths = self._plan.widths(self._sequence(epoch, "all"), first, last)
-            self._chunk_reads[steps] = _ChunkReads(rows, blocks, widths)
+            self._chunk_reads[steps] = _ChunkReads(steps, rows, blocks, widths)
             if not cached:
                 self._reader.read_ahead(np.unique(self._blocks.containing(rows.records.ravel())).tolist())
         return self._chunk_reads[steps]

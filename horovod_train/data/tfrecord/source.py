@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -186,7 +187,17 @@ class StagedFiles:
                 self._flags = os.open(self._folder / f"{_copy_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
                 raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
-        self._unpacked.log_room_needed(folder, "once for all ranks of a node" if folder else "on each rank")
+        if unpacked_bytes:
+            self._log_room_needed(len(unpacked_bytes), sum(unpacked_bytes.values()))
+
+    def _log_room_needed(self, files: int, total: int) -> None:
+        place = self._stage_dir or tempfile.gettempdir()
+        free, each = shutil.disk_usage(place).free, "once for all ranks of a node" if self._folder else "on each rank"
+        text = f"{files} packed files take up to {_gb(total)} in {place} once unpacked, {each}; {_gb(free)} are free"
+        if free < total:
+            log.warning(f"{text}. Make room, or choose a larger disk: data.stage_dir.")
+        else:
+            log.info(text)
 
     def load(self, file: ScannedFile, block: int, offset: int, length: int) -> bytes | None:
         """Return a block's bytes; None if this node has no copy."""
@@ -291,40 +302,21 @@ class UnpackedFiles:
 
     def __init__(self, sizes: Mapping[ScannedFile, int], storage: Storage = DEFAULT) -> None:
         """sizes: the bytes of each packed file's content."""
-        self._storage = storage
-        self._sizes, self._starts, end = sizes, {}, 0
-        for file, size in sizes.items():
-            self._starts[file] = end
-            end += size
-        self._total = end
+        self._storage, self._sizes = storage, sizes
+        self._starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
         self._locks = {file: threading.Lock() for file in sizes}
-        self._is_unpacked = dict.fromkeys(sizes, False)
+        self._is_unpacked: set[ScannedFile] = set()
         self._opening = threading.Lock()
         self._file: BinaryIO | None = None
 
     def read(self, file: ScannedFile, offset: int, length: int) -> bytes:
         """Return bytes of a file's content. The first call unpacks it. Raises UserError if that cannot be done."""
         with self._locks[file]:  # per file, so that threads that need another file do not wait
-            if not self._is_unpacked[file]:
+            if file not in self._is_unpacked:
                 self._unpack(file)
-                self._is_unpacked[file] = True
+                self._is_unpacked.add(file)
         length = min(length, self._sizes[file] - offset)
         return os.pread(self._descriptor(), length, self._starts[file] + offset)
-
-    def log_room_needed(self, folder: str | None, how_often: str) -> None:
-        """Log the space that unpacking needs, if a file is packed. how_often: in words, for the log."""
-        if not self._sizes:
-            return
-        place = folder or tempfile.gettempdir()
-        free = shutil.disk_usage(place).free
-        text = (
-            f"{len(self._sizes)} packed files take up to {_gb(self._total)} in {place} once unpacked, {how_often}; "
-            f"{_gb(free)} are free"
-        )
-        if free < self._total:
-            log.warning(f"{text}. Make room, or choose a larger disk: data.stage_dir.")
-        else:
-            log.info(text)
 
     def _unpack(self, file: ScannedFile) -> None:
         position, end = self._starts[file], self._starts[file] + self._sizes[file]
@@ -343,9 +335,10 @@ class UnpackedFiles:
                 written = os.pwrite(self._descriptor(), piece, position)
                 piece, position = piece[written:], position + written
         except OSError as error:
+            total = _gb(sum(self._sizes.values()))
             raise UserError(
                 f"{file.path}: cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}. All packed files "
-                f"together need {_gb(self._total)} on each rank; set TMPDIR or data.stage_dir to a disk with more room."
+                f"together need {total} on each rank; set TMPDIR or data.stage_dir to a disk with more room."
             ) from error
 
     def _descriptor(self) -> int:
