@@ -260,7 +260,14 @@ def _open_lock(path: Path, limit_s: float | None) -> tuple[Path, int] | None:
         except OSError:
             return None
         try:
-            _wait_for_lock(fd, deadline)
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise
+                time.sleep(0.05)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return path, fd
         except FileNotFoundError:
@@ -269,18 +276,3 @@ def _open_lock(path: Path, limit_s: float | None) -> tuple[Path, int] | None:
             os.close(fd)
             return None
         os.close(fd)
-
-
-def _wait_for_lock(fd: int, deadline: float | None) -> None:
-    """Lock an open file. Raises BlockingIOError if another process still holds the lock at the deadline."""
-    if deadline is None:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(0.05)

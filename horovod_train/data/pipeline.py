@@ -138,7 +138,16 @@ class Pipeline(BatchSource):
     def explain(self, error: BaseException) -> Exception | None:
         text = str(error.message) if isinstance(error, tf.errors.OpError) else ""
         match = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", text, re.DOTALL)
-        return self._name_image(int(match[1])) if match else super().explain(error)
+        if match is None:
+            return super().explain(error)
+        record, problem = int(match[1]), "an image could not be decoded, and now it can"
+        stored = self._loader.stored(record)
+        for name, feature in self._features.items():
+            found = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
+            if found:
+                problem = f"feature {name}: {found}"
+                break
+        return self._loader.error(self.name_record(record, problem))
 
     # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
     # …]; count [steps]; if lists are cut, widths [steps, lists].
@@ -242,15 +251,6 @@ class Pipeline(BatchSource):
 
     def name_record(self, record: int, problem: str) -> str:
         return self._loader.name_record(record, problem)
-
-    def _name_image(self, record: int) -> UserError:
-        stored, problem = self._loader.stored(record), "an image could not be decoded, and now it can"
-        for name, feature in self._features.items():
-            found = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
-            if found:
-                problem = f"feature {name}: {found}"
-                break
-        return self._loader.error(self.name_record(record, problem))
 
 
 def build_pipeline(
@@ -380,14 +380,12 @@ class Loader:
         bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
         if self._cache:
             self._cache.save(records[~bad], arrays)
-        return self._fill_rows(arrays, bad) if unusable else arrays, bad
-
-    def _fill_rows(self, usable: Arrays, bad: np.ndarray) -> Arrays:
-        """Return arrays with a row for each record, from those of the usable ones."""
+        if not unusable:
+            return arrays, bad
         if bad.all():
-            return zero_rows(self._parser, len(bad))
+            return zero_rows(self._parser, len(bad)), bad
         rows = np.where(bad, 0, np.cumsum(~bad) - 1)
-        return {name: np.asarray(array)[rows] for name, array in usable.items()}
+        return {name: np.asarray(array)[rows] for name, array in arrays.items()}, bad
 
     def _start_reading(self, steps: StepRange) -> _ChunkReads:
         """Start reading the blocks of a chunk, unless that was done before. Return what the chunk needs."""

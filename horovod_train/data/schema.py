@@ -82,11 +82,12 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
                 f"{setting}: {first.where} and {other.where} differ in {name}; records of two kinds cannot be mixed. "
                 "Name folders of one kind, or say what to read from both in data.features."
             )
-    expected = {
-        folder: ExpectedCount(count, path)
-        for folder, path in json_paths.items()
-        if path and (count := schemas[path].counts.get(_folder_name(folder))) is not None
-    }
+    expected = {}
+    for folder, path in json_paths.items():
+        name = os.path.basename(folder if is_remote(folder) else os.path.abspath(folder))
+        count = schemas[path].counts.get(name) if path else None
+        if path and count is not None:
+            expected[folder] = ExpectedCount(count, path)
     chosen = dataclasses.replace(
         first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets, expected=expected
     )
@@ -145,10 +146,6 @@ def _check_roles(schema: Schema, where: str) -> Schema:
             if name not in schema.features:
                 raise UserError(f"{where}: {key}: there is no feature {name}; there are {', '.join(schema.features)}.")
     return schema
-
-
-def _folder_name(folder: str) -> str:
-    return os.path.basename(folder if is_remote(folder) else os.path.abspath(folder))
 
 
 def _find_json(folder: str, storage: Storage) -> str | None:

@@ -96,7 +96,10 @@ class StreamPipeline(BatchSource):
             for _, first, last in ranges:
                 leaves, room = leaves_of(next(blocks, None)), (last - first) * rows
                 first_record = first_record or [leaf[:1] for leaf in leaves]
-                self._check_weights(leaves[-1], epoch)
+                bad = tf.boolean_mask(leaves[-1], ~(tf.math.is_finite(leaves[-1]) & (leaves[-1] >= 0)))
+                if int(tf.size(bad)):
+                    name = self._stream.name(epoch)
+                    raise UserError(f"{WHERE}: {name}: expected weights of 0 or more; received {float(bad[0]):g}.")
                 is_end = self._lengths is not None and last == self.steps_per_epoch
                 if is_end and (int(leaves[-1].shape[0]) > room or next(blocks, None) is not None):
                     raise UserError(
@@ -105,13 +108,6 @@ class StreamPipeline(BatchSource):
                     )
                 filler = first_record if first_record[-1].shape[0] else zeros
                 yield self._pad([leaf[:room] for leaf in leaves], filler, first, last - first)
-
-    def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
-        bad = tf.boolean_mask(weights, ~(tf.math.is_finite(weights) & (weights >= 0)))
-        if int(tf.size(bad)):
-            raise UserError(
-                f"{WHERE}: {self._stream.name(epoch)}: expected weights of 0 or more; received {float(bad[0]):g}."
-            )
 
     def _pad(
         self, leaves: list[tf.Tensor], filler: list[tf.Tensor], first_step: int, steps: int

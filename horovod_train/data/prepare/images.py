@@ -62,17 +62,13 @@ def _write(arguments: argparse.Namespace) -> None:
             "image/filename": path.name,
         }
 
-    schema = image_folder_schema(arguments.size, arguments.channels, len(classes))
-    write_dataset(arguments, schema, splits, encode)
-
-
-def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
-    """Return a schema: images cut to a square of `size` from the centre, and scaled to [-1, 1]."""
-    if size < 1:
-        raise UserError(f"--size must be at least 1; received {size}.")
-    image = Feature("bytes", (size, size, channels), decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
-    features = {"image/encoded": image, "image/class/label": Feature("int64", classes=classes)}
-    return Schema(features, ("image/encoded",), ("image/class/label",))
+    if arguments.size < 1:
+        raise UserError(f"--size must be at least 1; received {arguments.size}.")
+    # Images are cut to a square from the centre, and scaled to [-1, 1].
+    shape = (arguments.size, arguments.size, arguments.channels)
+    image = Feature("bytes", shape, decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
+    features = {"image/encoded": image, "image/class/label": Feature("int64", classes=len(classes))}
+    write_dataset(arguments, Schema(features, ("image/encoded",), ("image/class/label",)), splits, encode)
 
 
 def class_names(folder: str) -> list[str]:

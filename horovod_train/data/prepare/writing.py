@@ -164,7 +164,11 @@ def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int |
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
 
         def write(shard: int) -> None:
-            _write_shard(os.path.join(folder, names[shard]), parts[shard], encode)
+            with open(os.path.join(folder, names[shard]), "xb") as file:
+                for record in parts[shard].tolist():
+                    file.write(tfrecord_framing.frame(_example(encode(record))))
+                file.flush()
+                os.fsync(file.fileno())
 
         try:
             for _ in track(threads.map(write, range(files)), files, f"writing {os.path.basename(folder)}"):
@@ -179,14 +183,6 @@ def _choose_shards(records: np.ndarray, encode: Encode) -> int:
     sample = records[:: max(len(records) // _SAMPLED_RECORDS, 1)][:_SAMPLED_RECORDS]
     size = sum(len(_example(encode(record))) for record in sample.tolist()) / len(sample) * len(records)
     return max(math.ceil(size / _SHARD_BYTES), _MIN_SHARDS)
-
-
-def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
-    with open(path, "xb") as file:
-        for record in records.tolist():
-            file.write(tfrecord_framing.frame(_example(encode(record))))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _example(values: Values) -> bytes:

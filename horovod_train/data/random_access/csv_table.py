@@ -27,7 +27,14 @@ class CSVTable(FileStore):
         if self._images:
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
-            self._columns[name] = _find_images(path, name, self._columns[name])
+            column = self._columns[name]
+            if column.dtype.kind != "U":
+                raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
+            paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
+            for record, file in enumerate(paths):
+                if not os.path.isfile(file):
+                    raise UserError(f"{path}: record {record}: {name}: {file} does not exist.")
+            self._columns[name] = np.array(paths)
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
         records = len(next(iter(table.values())))
@@ -46,14 +53,3 @@ class CSVTable(FileStore):
     def _read(self, name: str, first: int, last: int) -> np.ndarray:
         values = self._columns[name][first:last]
         return objects([read_file(file, self._stamps) for file in values]) if name in self._images else values
-
-
-def _find_images(path: str, name: str, column: np.ndarray) -> np.ndarray:
-    """Return the paths that a column names."""
-    if column.dtype.kind != "U":
-        raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
-    paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
-    for record, file in enumerate(paths):
-        if not os.path.isfile(file):
-            raise UserError(f"{path}: record {record}: {name}: {file} does not exist.")
-    return np.array(paths)

@@ -91,7 +91,10 @@ class TFRecordBlocks:
 
     def __init__(self, index: Index, stage_dir: str | None, storage: Storage = DEFAULT) -> None:
         self._index, self._storage = index, storage
-        self._staged = StagedFiles(stage_dir, index.files, _unpacked_bytes(index), storage)
+        ends = np.zeros(len(index.files), np.int64)
+        np.maximum.at(ends, index.file, index.offset + index.blocks.bytes)
+        unpacked_bytes = {file: end for file, end in zip(index.files, ends.tolist(), strict=True) if file.packing}
+        self._staged = StagedFiles(stage_dir, index.files, unpacked_bytes, storage)
         self._header, self._files = tfrecord_framing.Header(), OpenFiles()
         self._unchanged: set[str] = set()
         """Remote files that had not changed when this process first read them."""
@@ -153,13 +156,6 @@ class TFRecordBlocks:
         if len(data) < length:
             raise UserError(f"{path}: byte {offset}: {length} bytes expected, {len(data)} came.")
         return data
-
-
-def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:
-    """Return the size of each packed file's content."""
-    ends = np.zeros(len(index.files), np.int64)
-    np.maximum.at(ends, index.file, index.offset + index.blocks.bytes)
-    return {file: int(end) for file, end in zip(index.files, ends.tolist(), strict=True) if file.packing}
 
 
 class StagedFiles:
