@@ -1,9 +1,10 @@
 """One rank's batches of stored records: reads and parses them in the order of the plan, and transforms them.
 
-Knows `rank` and `size` as numbers and never talks to other ranks. Does not decide where an epoch starts; see
-training.run, nor how records are stored. Python is called once for thousands of records; compiled training cuts them
-into steps, see batch_source. A record that cannot be used ends the run, or is skipped and counted, as
-`data.on_bad_record` says. `data.cache` keeps parsed records in memory, so that later epochs read nothing.
+Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records;
+compiled training cuts them into steps, see batch_source. A record that cannot be used ends the run, or is skipped and
+counted, as `data.on_bad_record` says. `data.cache` keeps parsed records in memory, so that later epochs read nothing.
+
+Does not decide where an epoch starts; see training.run. Does not know how records are stored.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ from horovod_train.data.transforms import ImageChanges, cast_and_scale, decode_i
 from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]
+AUGMENT = (Spec("random_resized_crop"), Spec("flip"))
+"""What the trainer does for the comparison."""
+_AREA, _ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # as random_resized_crop
+_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": False}
+Parsed = dict[str, tf.Tensor]
 
 
 def build_trainer_pipeline(
@@ -137,15 +142,6 @@ def _finish(feature: Feature, values: tf.Tensor | tf.RaggedTensor, rank: int) ->
         else:
             values = decode_image(feature, values, no_draws, plain)
     return values
-
-
-AUGMENT = (Spec("random_resized_crop"), Spec("flip"))
-"""What the trainer does for the comparison."""
-
-_AREA, _ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # as random_resized_crop
-_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": False}
-
-Parsed = dict[str, tf.Tensor]
 
 
 def hold_jpegs(files: list[str], packing: str, features: dict[str, Feature]) -> bool:

@@ -35,6 +35,11 @@ from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.rank_log import read_stories
 
+SHARES = ("input", "compute", "exchange")
+_LINES = 10
+"""Lines of metrics in a run; the first fifth of them is not counted."""
+_TIMEOUT_S = 3600.0
+
 
 class Point(NamedTuple):
     """What was measured with one number of ranks: a value for each round."""
@@ -149,12 +154,6 @@ def _draw(path: Path, points: Sequence[Point]) -> None:
     axes.grid(visible=True)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
-
-
-SHARES = ("input", "compute", "exchange")
-_LINES = 10
-"""Lines of metrics in a run; the first fifth of them is not counted."""
-_TIMEOUT_S = 3600.0
 
 
 class Measured(NamedTuple):

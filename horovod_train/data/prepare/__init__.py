@@ -1,6 +1,6 @@
 """The command `prepare`: makes TFRecords with their dataset.json and index from other forms of data.
 
-This module knows only the command line. Each kind is in a module of what it makes records from.
+KINDS lists what it makes records from; each kind is defined where its records are made.
 """
 
 from __future__ import annotations
