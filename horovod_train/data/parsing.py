@@ -322,10 +322,9 @@ class FixedLayout:
 
 def _size(feature: Feature) -> tuple[str, int]:
     """Return the kind of the value in a record and its length: in bytes, or in integers."""
-    count = int(np.prod(feature.shape, dtype=np.int64))
     if feature.type == "bytes":
-        return "bytes", count * np.dtype(feature.raw_dtype).itemsize
-    return feature.type, count * 4 if feature.type == "float" else count
+        return "bytes", raw_bytes(feature)
+    return feature.type, values_per_item(feature) * (4 if feature.type == "float" else 1)
 
 
 def is_plain(feature: Feature) -> bool:

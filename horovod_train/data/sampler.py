@@ -80,8 +80,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Equal for plans of the same order and content, in which a position in an epoch means the same records."""
         facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder, self.content)
-        buckets = self.buckets.fingerprint if self.buckets else ""
-        text = repr(facts) + buckets
+        text = repr(facts) + (self.buckets.fingerprint if self.buckets else "")
         return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + text.encode()).hexdigest()
 
     def count(self, step: int) -> int:
@@ -95,10 +94,12 @@ class Plan:
     def sequence(self, epoch: int) -> EpochSequence:
         """Return the order of all records in an epoch."""
         if self.order != "shuffled":
-            return EpochSequence(self.block_counts, self.seed, epoch, None)
-        window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
-        is_one_window = self.shuffle_window >= self.num_records
-        return EpochSequence(self.block_counts, self.seed, epoch, self.num_records if is_one_window else window)
+            window = None
+        elif self.shuffle_window >= self.num_records:
+            window = self.num_records
+        else:
+            window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
+        return EpochSequence(self.block_counts, self.seed, epoch, window)
 
     def rows(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> Rows:
         """Return what a rank reads in [first_step, last_step) of the epoch of `sequence`."""

@@ -217,17 +217,13 @@ def _to_array(column: Any) -> np.ndarray:
         values[column.is_valid().to_numpy(zero_copy_only=False)] = objects(list(_to_array(column.drop_null())))
         return values
     if arrow.types.is_fixed_size_list(kind):
-        return _to_array(column.flatten()).reshape(len(column), kind.list_size, *_inner_shape(kind.value_type))
+        values = _to_array(column.flatten())
+        return values.reshape(len(column), kind.list_size, *values.shape[1:])
     if arrow.types.is_list(kind) or arrow.types.is_large_list(kind):
         values = _to_array(column.flatten())
         ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
         return objects(np.split(values, ends[:-1]))
     return column.to_numpy(zero_copy_only=False)
-
-
-def _inner_shape(kind: Any) -> tuple[int, ...]:
-    types = _pyarrow().types
-    return (kind.list_size, *_inner_shape(kind.value_type)) if types.is_fixed_size_list(kind) else ()
 
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"

@@ -101,7 +101,12 @@ class TFRecordBlocks:
 
     def load(self, block: int) -> LoadedBlock:
         """Read a block, as source.LoadBlock says."""
-        data, count = self._read_bytes(block), int(self._index.blocks.records[block])
+        file, count = self._index.files[self._index.file[block]], int(self._index.blocks.records[block])
+        offset, length = int(self._index.offset[block]), int(self._index.blocks.bytes[block])
+        data = self._staged.load(file, block, offset, length)
+        if data is None:
+            data = self._read_file(file, offset, length)
+            self._staged.save(file, block, offset, data)
         table = tfrecord_framing.even_table(data, self._header)
         frames = tfrecord_framing.split(data, self._header) if table is None else tfrecord_framing.table_frames(table)
         records = [data[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
@@ -123,16 +128,6 @@ class TFRecordBlocks:
             offset = frames.ends[-1] + tfrecord_framing.FOOTER_BYTES if frames.ends else 0
         record = self._index.number_in_file(int(self._index.blocks.first_record[block]) + position)
         return f"{path}: {at_record(record, int(self._index.offset[block]) + offset, problem)}"
-
-    def _read_bytes(self, block: int) -> bytes:
-        file = self._index.files[self._index.file[block]]
-        offset, length = int(self._index.offset[block]), int(self._index.blocks.bytes[block])
-        copy = self._staged.load(file, block, offset, length)
-        if copy is not None:
-            return copy
-        data = self._read_file(file, offset, length)
-        self._staged.save(file, block, offset, data)
-        return data
 
     def _read_file(self, file: ScannedFile, offset: int, length: int) -> bytes:
         path, is_file_remote = file.path, is_remote(file.path)
