@@ -29,7 +29,7 @@ from horovod_train.errors import UserError
 from horovod_train.output import logs
 
 if TYPE_CHECKING:
-    from horovod_train.data.validation import FeatureSummary, Report
+    from horovod_train.data.validation import Report
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
 _MAX_LISTED = 100
@@ -113,16 +113,13 @@ def _show_report(console: Console, report: Report) -> None:
     console.print(build_table(titles, rows, left=titles[:2]))
     for name, feature in report.features.items():
         if feature.histogram:
-            console.print(f"{name}: {_histogram(feature)}", markup=False)
+            counts = sorted(feature.histogram.items())
+            listed = ", ".join(f"{value}: {number}" for value, number in counts[:_MAX_LISTED])
+            more = f", … {len(counts) - _MAX_LISTED} more" if len(counts) > _MAX_LISTED else ""
+            console.print(f"{name}: {listed}{more}", markup=False)
     for note in report.notes:
         console.print(f"note: {note}", markup=False)
     console.print()
-
-
-def _histogram(feature: FeatureSummary) -> str:
-    counts = sorted((feature.histogram or {}).items())
-    listed = ", ".join(f"{value}: {count}" for value, count in counts[:_MAX_LISTED])
-    return f"{listed}, … {len(counts) - _MAX_LISTED} more" if len(counts) > _MAX_LISTED else listed
 
 
 def _number(value: float | None) -> str:

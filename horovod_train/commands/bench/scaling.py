@@ -196,7 +196,8 @@ def measure(config: Config, ranks: int, way: Way | None) -> Measured:
             launcher = [] if ranks == 1 else launch_command(way, ranks)
             return _measure_all([_start(config, Path(folder, "run"), launcher)])[0]
         one_rank_config = _config_of_one_rank(config, ranks)
-        runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
+        environments = [{"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {} for number in range(ranks)]
+        runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], env) for n, env in enumerate(environments)]
         measured = _measure_all(runs)
     return Measured(
         sum(each.examples_per_s for each in measured),
@@ -218,10 +219,6 @@ def _config_of_one_rank(config: Config, ranks: int) -> Config:
     data = dataclasses.replace(config.data, global_batch_size=-(-batch // ranks), batch_size_per_rank=None)
     threads = config.device.intra_op_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     return dataclasses.replace(config, data=data, device=dataclasses.replace(config.device, intra_op_threads=threads))
-
-
-def _only_gpu(number: int) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {}
 
 
 def _start(
