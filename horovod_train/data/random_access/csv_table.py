@@ -44,12 +44,11 @@ class CSVTable(FileStore):
             self.blocks = even_blocks(records, sum(column.nbytes for column in self._columns.values()))
 
     def read(self, first: int, last: int) -> Arrays:
-        return {name: self._read(name, first, last) for name in self._columns}
+        arrays = {name: column[first:last] for name, column in self._columns.items()}
+        for name in self._images:
+            arrays[name] = objects([read_file(file, self._stamps) for file in arrays[name]])
+        return arrays
 
     def name(self, record: int) -> str:
         files = ", ".join(str(self._columns[name][record]) for name in self._images)
         return f"{super().name(record)}{files and f' ({files})'}"
-
-    def _read(self, name: str, first: int, last: int) -> np.ndarray:
-        values = self._columns[name][first:last]
-        return objects([read_file(file, self._stamps) for file in values]) if name in self._images else values

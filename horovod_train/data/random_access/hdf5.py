@@ -20,6 +20,9 @@ from horovod_train.errors import UserError, one_line
 _PAGES = 64
 """To cache of a remote file: for the structure of HDF5, and for text and lists of any length."""
 
+_MOST_LEVELS = 100
+"""Of groups within groups."""
+
 _ALWAYS_TAKEN, _MOST_EXPANSION = 1 << 32, 1000
 """Bytes of a dataset, and per byte of its file if it has more: the limits of Keras. Deflate packs to a 1030th."""
 
@@ -80,7 +83,10 @@ class HDF5File(FileStore):
         records = check_lengths(lengths, path, request.setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.
         chunks = [dataset.chunks[0] for dataset in self._datasets.values() if dataset.chunks]
-        self.blocks = even_blocks(records, self._bytes(records), max(chunks, default=1))
+        sizes = [d.dtype.itemsize * math.prod(d.shape) for d in self._datasets.values() if d.dtype.kind != "O"]
+        # Lists and text take a share of the file.
+        total_bytes = sum(sizes) if len(sizes) == len(self._datasets) else max(sum(sizes), self.size)
+        self.blocks = even_blocks(records, total_bytes, max(chunks, default=1))
         self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in self._datasets.values()]
 
     def read(self, first: int, last: int) -> Arrays:
@@ -90,18 +96,6 @@ class HDF5File(FileStore):
         ranges = [byte_range for rows in self._rows for byte_range in rows.ranges(first, last)]
         with self._remote.loaded(ranges):
             return {name: dataset[first:last] for name, dataset in self._datasets.items()}
-
-    def _bytes(self, records: int) -> int:
-        """Return the bytes of all records in memory; lists and text take a share of the file."""
-        fixed = [
-            dataset.dtype.itemsize * math.prod(dataset.shape)
-            for dataset in self._datasets.values()
-            if dataset.dtype.kind != "O"
-        ]
-        return sum(fixed) if len(fixed) == len(self._datasets) else max(sum(fixed), self.size)
-
-
-_MOST_LEVELS = 100
 
 
 def open_hdf5(file: Any, name: str, kind: str = "HDF5", **options: Any) -> tuple[Any, dict[str, Any]]:

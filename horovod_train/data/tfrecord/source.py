@@ -224,22 +224,16 @@ class StagedFiles:
         """
         if self._folder is not None and not self._is_full:
             path = self._folder / f"{_copy_name(file)}.unpacked"
-            if self._unpack(file, path):
-                with contextlib.suppress(FileNotFoundError):  # removed by a clean-up
-                    return self._storage.read(str(path), offset, length)
+            if not path.exists():
+                with hold_lock([path]):  # only ranks that need the same file wait for the one that unpacks it
+                    try:
+                        if not path.exists():
+                            self._write(file, path)
+                    except OSError as error:
+                        self._stop_copying(error)
+            with contextlib.suppress(FileNotFoundError):  # not written, or removed by a clean-up
+                return self._storage.read(str(path), offset, length)
         return self._unpacked.read(file, offset, length)
-
-    def _unpack(self, file: ScannedFile, path: Path) -> bool:
-        """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
-        if path.exists():
-            return True
-        with hold_lock([path]):
-            try:
-                if not path.exists():
-                    self._write(file, path)
-            except OSError as error:
-                self._stop_copying(error)
-        return path.exists()
 
     def _write(self, file: ScannedFile, path: Path) -> None:
         partial = path.with_suffix(".partial")
