@@ -265,9 +265,9 @@ class BatchSource(ABC):
     def count(self, step: int) -> int:
         """Return the number of records over all ranks in a step of an epoch, counted from 0."""
 
-    @abstractmethod
     def size_of(self, step: int) -> StepSize:
         """Return the size of a step of an epoch, counted from 0."""
+        return StepSize(None, False)
 
     def same_size_until(self, step: int, first: int, last: int) -> int:
         """Return the last of the steps first + 1 … last of a run such that all up to it have one size.
@@ -280,17 +280,17 @@ class BatchSource(ABC):
                 return first + ahead
         return last
 
-    @abstractmethod
     def scaled(self, batch: Batch) -> Batch:
         """Return the batch as the model gets it: cast, scaled and offset.
 
         Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
         """
+        return batch
 
     @property
-    @abstractmethod
     def skipped(self) -> int:
         """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
+        return 0
 
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""

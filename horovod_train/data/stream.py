@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.batch_source import Batch, BatchSource, StepRange, StepSize, prefetch_to
+from horovod_train.data.batch_source import Batch, BatchSource, StepRange, prefetch_to
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
@@ -66,16 +66,6 @@ class StreamPipeline(BatchSource):
         if self._lengths is None:
             return self.global_batch_size
         return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
-
-    def size_of(self, step: int) -> StepSize:
-        return StepSize(None, False)
-
-    def scaled(self, batch: Batch) -> Batch:
-        return batch
-
-    @property
-    def skipped(self) -> int:
-        return 0
 
     def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         for epoch, epoch_ranges in itertools.groupby(ranges, lambda steps: steps.epoch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+from functools import partial
 
 import numpy as np
 
@@ -53,10 +54,6 @@ MLP_SCHEMA = Schema(
 )
 
 
-def _add_mlp_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser, records=10_000, eval_records=1_000)
-
-
 def _write_mlp_samples(arguments: argparse.Namespace) -> None:
     records = _count(arguments)
     values, labels = make_mlp_samples(records, arguments.seed)
@@ -73,7 +70,7 @@ def make_mlp_samples(records: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 MLP = Kind(
     "Generated samples for a small MLP: five small integers and a 0/1 label from a rule that --seed draws.",
-    _add_mlp_arguments,
+    partial(_add_arguments, records=10_000, eval_records=1_000),
     _write_mlp_samples,
 )
 
