@@ -81,8 +81,7 @@ def _measure(folder: Path, rounds: int) -> Iterator[dict[str, float]]:
     """Yield the seconds a record in each round, by role."""
     from horovod_train.config.settings import DataConfig
     from horovod_train.data.dataset import open_records
-    from horovod_train.data.pipeline.loader import Ranks
-    from horovod_train.data.pipeline.pipeline import build_pipeline
+    from horovod_train.data.pipeline import Ranks, build_pipeline
 
     config = DataConfig(train=(str(folder / "train"),), shuffle_window=500)  # so that every epoch reads every block
     records = open_records(config, "train")

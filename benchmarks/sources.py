@@ -29,8 +29,7 @@ import tensorflow as tf
 from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.pipeline import Ranks, build_pipeline
 
 BATCH, CHUNK, WINDOW, LONGEST = 128, 4096, 10_000, 11
 

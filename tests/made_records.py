@@ -11,10 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.batch_source import Batch
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.batch_source import Batch
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.tfrecord_framing import frame
 
 FEATURES: dict[str, Any] = {

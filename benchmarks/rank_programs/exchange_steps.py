@@ -20,7 +20,7 @@ import tensorflow as tf
 from rank_programs.timing import SYSTEMS
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.pipeline.batch_source import Batch, Batches, StepSize
+from horovod_train.data.batch_source import Batch, Batches, StepSize
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.models import build_model

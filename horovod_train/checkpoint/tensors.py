@@ -51,7 +51,7 @@ class Facts:
     data: str = ""
     """Fingerprint of the order and content of the training records; if equal, `records` has the same meaning."""
     data_files: str = ""
-    """The training files, as data.identity packs them; "" if an earlier version saved."""
+    """The training files, as data.source packs them; "" if an earlier version saved."""
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The state of Keras callbacks: values that JSON can hold."""
     began_at: str = ""

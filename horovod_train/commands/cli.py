@@ -149,6 +149,11 @@ def load_from_arguments(arguments: Iterable[str]) -> Config:
     return config
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest one above it that exists."""
+    return next((place for place in (path, *path.parents) if place.exists()), path)
+
+
 def require_output_dir(config: Config) -> str:
     if not config.output_dir:
         raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")

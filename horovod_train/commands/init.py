@@ -20,8 +20,8 @@ import yaml
 
 from horovod_train.commands import init_models
 from horovod_train.data.files import has_records
-from horovod_train.data.prepare.csv_table import load_table
 from horovod_train.data.prepare.images import list_images
+from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError

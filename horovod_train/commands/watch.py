@@ -340,19 +340,14 @@ def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
     groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for rank, now in look.ranks.items():
         trouble = "" if now.ended or now.trouble is None else _first_line(now.trouble)
-        groups[_does(now), trouble, bool(trouble)].append(rank)
+        step = "" if now.step is None else f", step {now.step} or later"
+        groups[now.ended or f"{now.doing}{step}", trouble, bool(trouble)].append(rank)
     in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][2])
     for (does, trouble, is_trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
         hosts = _hosts(look.ranks, ranks)
         yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
     if len(groups) > _MOST_GROUPS:
         yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
-
-
-def _does(now: RankNow) -> str:
-    if now.ended:
-        return now.ended
-    return now.doing if now.step is None else f"{now.doing}, step {now.step} or later"
 
 
 def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:

@@ -35,6 +35,9 @@ class Position(NamedTuple):
     epoch: int
     step: int
 
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, step {self.step}"
+
 
 @dataclass(frozen=True)
 class Start:
@@ -64,7 +67,12 @@ class AuditLog:
         """Create the file. Raises UserError if that fails."""
         folder = Path(run_dir, FOLDER)
         try:
-            _prepare(folder, start)
+            folder.mkdir(parents=True, exist_ok=True)
+            # Remove what this start invalidates. Each rank removes only its own files, so no rank can remove a file
+            # that another has just created. Root also removes those of ranks that no longer exist.
+            for path, position, rank in _files(folder):
+                if position >= start.position and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
+                    remove(path, _FILE)
         except OSError as error:
             raise UserError(
                 f"data.audit: cannot write to {folder}: {error.strerror}. Choose another --output-dir."
@@ -101,16 +109,6 @@ class NullAudit:
 
 
 Audit = AuditLog | NullAudit
-
-
-def _prepare(folder: Path, start: Start) -> None:
-    """Create the folder, and remove the files that this start invalidates."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, position, rank in _files(folder):
-        # Each rank removes only its own files, so no rank can remove a file that another has just created. Root also
-        # removes those of ranks that no longer exist.
-        if position >= start.position and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
-            remove(path, _FILE)
 
 
 class DataSetAudit(NamedTuple):
@@ -195,9 +193,7 @@ def _join_ranks(
     start = files[0][0]
     ranks = sorted(header.rank for header, _ in files)
     if ranks != list(range(start.size)):
-        raise UserError(
-            f"{folder}: the start at {_describe(start.position)} had {start.size} ranks; files are of {ranks}."
-        )
+        raise UserError(f"{folder}: the start at {start.position} had {start.size} ranks; files are of {ranks}.")
     position = start.position
     while end is None or position < end:
         ids_of_ranks = [steps.get(position) for _, steps in files]
@@ -208,14 +204,12 @@ def _join_ranks(
                 if position not in steps and max(steps, default=position) > position
             ]
             if holes:
-                raise UserError(
-                    f"{folder}: a hole at {_describe(position)}: ranks {holes} could not write what they consumed."
-                )
+                raise UserError(f"{folder}: a hole at {position}: ranks {holes} could not write what they consumed.")
             if end is None:
                 return  # the run ended, or was killed while some ranks had written this step
             missing_ranks = [header.rank for (header, _), ids in zip(files, ids_of_ranks, strict=True) if ids is None]
             raise UserError(
-                f"{folder}: {_describe(position)} is missing for ranks {missing_ranks}, but the run continued after it."
+                f"{folder}: {position} is missing for ranks {missing_ranks}, but the run continued after it."
             )
         yield position, [record for ids in ids_of_ranks if ids is not None for record in ids if record != -1]
         is_last = position.step + 1 == start.steps_per_epoch
@@ -258,7 +252,3 @@ def _audit_data_sets(start: Start, read: np.ndarray, skipped: np.ndarray, missin
         missed, twice = sum(first <= number < last for number in missing), int((used + left_out > 1).sum())
         yield DataSetAudit(name, repeats, int(used.sum()), int((left_out > 0).sum()), missed, twice)
         first = last
-
-
-def _describe(position: Position) -> str:
-    return f"epoch {position.epoch}, step {position.step}"

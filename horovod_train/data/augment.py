@@ -13,8 +13,13 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
-from horovod_train.data.decoding import ChangeImage, ChooseBox
 from horovod_train.errors import UserError
+
+ChooseBox = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(height and width int32 [2], draws float32 [k]) → top, left, height, width, int32 [4], inside the image."""
+
+ChangeImage = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(image uint8 [h, w, c], draws float32 [k]) → image of the same shape."""
 
 _TRIES = 10
 """Random parts among which random_resized_crop chooses the first that fits."""
@@ -110,7 +115,9 @@ def random_resized_crop(
             start = place * (size - extent)
             boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(tf.maximum(size - 1, 1), [2])
             cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
-            return _round_to(cut, images.dtype)
+            if images.dtype.is_floating:
+                return tf.cast(cut, images.dtype)
+            return tf.cast(tf.clip_by_value(tf.round(cut), images.dtype.min, images.dtype.max), images.dtype)
 
         return Augmentation(_CROP_DRAWS, apply, box=box)
 
@@ -157,9 +164,3 @@ def _wrap_function(function: Callable[..., tf.Tensor], options: dict[str, Any]) 
         return tf.ensure_shape(changed, images.shape)
 
     return Augmentation(2, apply, is_users=True)
-
-
-def _round_to(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    if dtype.is_floating:
-        return tf.cast(images, dtype)
-    return tf.cast(tf.clip_by_value(tf.round(images), dtype.min, dtype.max), dtype)

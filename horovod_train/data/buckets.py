@@ -30,6 +30,7 @@ from horovod_train.output.files import open_atomically
 from horovod_train.output.removal import Artifact
 
 _POOLS = 4  # so that the order of a pool's steps is independent of other draws; see sampler
+_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +72,6 @@ class Buckets:
         """
         lengths = np.where(real[:, :, None], self.lengths[records], 0)
         return np.maximum(lengths.max(axis=1), 1).astype(np.int64)
-
-
-_MAGIC = b"\x93NUMPY"
 
 
 def _is_array(path: Path) -> bool:

@@ -15,13 +15,12 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.buckets import Buckets, find_buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
-from horovod_train.data.random_access.formats import FILES, FOLDERS
-from horovod_train.data.random_access.formats.array_record import open_array_records
+from horovod_train.data.random_access import FILES, FOLDERS
+from horovod_train.data.random_access.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
-from horovod_train.data.record_weights import check_weight
 from horovod_train.data.sampler import Order, Plan
-from horovod_train.data.schema import Schema, dump_schema, find_schema, schema_of_names
+from horovod_train.data.schema import Schema, check_weight, dump_schema, find_schema, schema_of_names
 from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
 from horovod_train.data.storage import Storage
 from horovod_train.data.subsets import DataSet, Entry, fold_records, mix, split_by_entry
@@ -33,8 +32,7 @@ Split = Literal["train", "eval"]
 SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record*": open_array_records}
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
-A dataset.json beside these files says what a record holds. Kinds that describe their records are in
-random_access.formats.
+A dataset.json beside these files says what a record holds. Kinds that describe their records are in random_access.
 """
 
 
@@ -115,10 +113,8 @@ def look_before_start(config: DataConfig, split: Split, *, ranks: int, needs_lab
 
     One rank among several does not scan yet: later one rank scans while the others wait.
     """
-    if ranks == 1:
-        open_records(config, split, needs_labels=needs_labels)
-    else:
-        find_records(config, split, needs_labels=needs_labels)
+    look = open_records if ranks == 1 else find_records
+    look(config, split, needs_labels=needs_labels)
 
 
 def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> Records:

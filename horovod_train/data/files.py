@@ -1,32 +1,36 @@
 """Finds the files that the config's folders and globs stand for, and places to save what is known of them.
 
 Indexes, digests and lengths of records are saved next to the records, in `data.index_dir`, or in the user's cache
-folder, so that the next start need not read the records again. Opens no files, and does not know what they hold.
+folder, so that the next start need not read the records again. Does not know what any file holds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import fnmatch
 import glob
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.config.paths import is_remote
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError
+from horovod_train.output.removal import Artifact, remove
 
 INDEX_NAME = "index.npz"
-"""An index of records, which may be in their folder; see tfrecord.index_file."""
+"""An index of records, which may be in their folder; see tfrecord.index."""
 
 
 _NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
 _SHOWN = 3
+_LOCK = Artifact("a lock", r".+\.(npz|unpacked|dataset)\.lock")
 
 
 class FileList(NamedTuple):
@@ -227,3 +231,48 @@ def save_to_first(places: Sequence[Path], save: Callable[[Path], None]) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             save(place)
             return
+
+
+@contextlib.contextmanager
+def hold_lock(places: Sequence[Path], limit_s: float | None = None) -> Iterator[None]:
+    """Lock a file by a second file next to it, so that only one of the processes that need the file writes it.
+
+    places: where the file may be. Best effort: without a lock several processes may write it, and the last write stays.
+    limit_s: how long to wait for another process before doing without a lock; None: until it has ended.
+    """
+    locks = (_open_lock(place.with_name(f"{place.name}.lock"), limit_s) for place in places)
+    path, fd = next(filter(None, locks), (Path(), -1))
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                remove(path, _LOCK)
+            os.close(fd)
+
+
+def _open_lock(path: Path, limit_s: float | None) -> tuple[Path, int] | None:
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        except OSError:
+            return None
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise
+                time.sleep(0.05)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return path, fd
+        except FileNotFoundError:
+            pass  # its last holder has removed it
+        except OSError:
+            os.close(fd)
+            return None
+        os.close(fd)

@@ -2,21 +2,24 @@
 
 Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
 image decoding follow later; see transforms. Alternatively calls a user's function, which does all of this.
+
+Records of plain arrays, as `prepare` writes them, have the same bytes in the same places except for the values. Such
+records are parsed as one table, which is many times faster if they are small: one record is analysed, the others are
+compared with it, and the values of all are cut out together. Records that differ in more are parsed by TensorFlow.
+The wire format: https://protobuf.dev/programming-guides/encoding, and tensorflow/core/example/{example,feature}.proto.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.fixed_layout import FixedLayout, NotPlain, is_plain
-from horovod_train.data.record_weights import WeightChecker
-from horovod_train.data.schema import Feature
+from horovod_train.data.schema import Feature, check_weight_kind
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, split_records
 from horovod_train.errors import UserError, one_line
 
@@ -24,6 +27,9 @@ _OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors
 """Errors that a record causes; decode_compressed, for example, raises the second, and py_function the third."""
 _PARSE_ERRORS = (*_OP_ERRORS, UnicodeDecodeError)
 """TensorFlow quotes the record in its message, which Python cannot always decode."""
+_KIND_OF_LIST = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
+_LENGTH_DELIMITED = 2
+_KIND_OF_NUMBER = {1: "bytes", 2: "float", 3: "int64"}
 
 
 def build_parser(source: RecordSource, features: dict[str, Feature], config: DataConfig) -> Parser:
@@ -115,7 +121,10 @@ class FunctionParser:
             raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
         self._name = name
         outputs = self._function.structured_outputs
-        if not isinstance(outputs, dict) or not all(_is_batch(output) for output in outputs.values()):
+        if not isinstance(outputs, dict) or not all(
+            isinstance(output, tf.Tensor) and output.shape.rank and None not in output.shape[1:]
+            for output in outputs.values()
+        ):
             raise UserError(
                 f"data.parse: {name} must return a dict of tensors [n, ...] whose shapes are known but for n; "
                 f"it returns {outputs}."
@@ -154,11 +163,6 @@ class FunctionParser:
             return self._function(tf.constant(np.array(records, object)))
 
 
-def _is_batch(output: Any) -> bool:
-    """Return whether it is a tensor [n, ...] with known sizes after n."""
-    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
-
-
 def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
     """Return the spec with which tf.io.parse_example reads a feature."""
     dtype = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}[feature.type]
@@ -180,9 +184,6 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
 def _array(tensor: tf.Tensor) -> np.ndarray | tf.Tensor:
     # Strings stay in TensorFlow: as Python's they would be copied twice more, under the interpreter's lock.
     return tensor if tensor.dtype == tf.string else tensor.numpy()
-
-
-_KINDS = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
 
 
 def pad_lists(feature: Feature, stored: tf.RaggedTensor) -> tf.Tensor:
@@ -226,7 +227,7 @@ def values_problem(feature: Feature, stored: Sequence[tf.train.Feature]) -> str 
     kinds = [value.WhichOneof("kind") for value in stored]
     if kinds == [None] and feature.max_length and not feature.sequence:
         return None
-    wrong_kind = next((_KINDS[kind] for kind in kinds if _KINDS[kind] != feature.type), None)
+    wrong_kind = next((_KIND_OF_LIST[kind] for kind in kinds if _KIND_OF_LIST[kind] != feature.type), None)
     if wrong_kind:
         return f"expected {feature.type}; the record holds {wrong_kind}"
     items = [getattr(value, kind).value for value, kind in zip(stored, kinds, strict=True)]
@@ -256,3 +257,164 @@ def _size_problem(feature: Feature, items: Sequence[Sequence[Any]], size: int) -
     if feature.max_length:
         return f"expected {size} values in each item; item {number} holds {len(items[number])}"
     return f"expected {size} values for shape {list(feature.shape)}; the record holds {len(items[number])}"
+
+
+class NotPlain(ValueError):
+    """The record must be parsed in the usual way."""
+
+
+class _Field(NamedTuple):
+    """A field of a message: its number, and where its value starts and ends."""
+
+    number: int
+    start: int
+    end: int
+
+
+class _Value(NamedTuple):
+    kind: str
+    start: int
+    end: int
+
+
+class FixedLayout:
+    """The layout of one record, and the features to read from all records with the same layout."""
+
+    def __init__(self, record: np.ndarray, features: dict[str, Feature]) -> None:
+        """Analyse `record` uint8 [length]. Raises NotPlain if it is not of the plain kind, or lacks a feature."""
+        self._record, self._features = record, features
+        self._values = _parse_example(record.tobytes())
+        fixed = np.ones(len(record), bool)
+        for value in self._values.values():
+            fixed[value.start : value.end] = False
+        self._fixed = np.flatnonzero(fixed)
+        self._integers = np.concatenate(
+            [np.zeros(0, np.int64)]
+            + [np.arange(value.start, value.end) for value in self._values.values() if value.kind == "int64"]
+        )
+        for name, feature in features.items():
+            if name not in self._values or self._size(name) != _size(feature):
+                raise NotPlain(name)
+
+    def parse(self, table: np.ndarray) -> dict[str, np.ndarray] | None:
+        """Return all records' values, uint8 [records, length], by feature; None if one differs in more than values."""
+        if table.shape[1] != len(self._record):
+            return None
+        if (table[:, self._fixed] != self._record[self._fixed]).any():
+            return None
+        # The high bit of a byte says whether its integer continues. It must be the same too, so that integers end at
+        # the same bytes.
+        if ((table[:, self._integers] ^ self._record[self._integers]) & 0x80).any():
+            return None
+        return {name: self._cut(name, table).reshape(-1, *feature.shape) for name, feature in self._features.items()}
+
+    def _cut(self, name: str, table: np.ndarray) -> np.ndarray:
+        feature, (kind, start, end) = self._features[name], self._values[name]
+        part = np.ascontiguousarray(table[:, start:end])
+        if kind == "bytes":
+            return part.view(np.dtype(feature.raw_dtype).newbyteorder("<"))
+        return part.view("<f4") if kind == "float" else _decode_integers(part, self._record[start:end])
+
+    def _size(self, name: str) -> tuple[str, int]:
+        kind, start, end = self._values[name]
+        return kind, int((self._record[start:end] < 0x80).sum()) if kind == "int64" else end - start
+
+
+def _size(feature: Feature) -> tuple[str, int]:
+    """Return the kind of the value in a record and its length: in bytes, or in integers."""
+    if feature.type == "bytes":
+        return "bytes", raw_bytes(feature)
+    return feature.type, values_per_item(feature) * (4 if feature.type == "float" else 1)
+
+
+def is_plain(feature: Feature) -> bool:
+    """Return whether the feature's values can be cut out of a table of records."""
+    return not feature.max_length and (feature.type != "bytes" or feature.decode == "raw")
+
+
+def _decode_integers(part: np.ndarray, example: np.ndarray) -> np.ndarray:
+    """Decode int64 [records, integers] from bytes with seven bits each, lowest first; ends as in `example`."""
+    ends = np.flatnonzero(example < 0x80) + 1
+    columns = []
+    for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+        value = np.zeros(len(part), np.uint64)
+        for index in range(start, end):
+            value |= (part[:, index] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * (index - start))
+        columns.append(value.view(np.int64))
+    return np.stack(columns, axis=1)
+
+
+# --- the layout of one record -----------------------------------------------------------------------------------
+
+
+def _parse_example(data: bytes) -> dict[str, _Value]:
+    """Return the value of each feature of a tf.train.Example. Raises NotPlain for anything unusual."""
+    values: dict[str, _Value] = {}
+    (features,) = _fields(data, 0, len(data), (1,))
+    for entry in _fields(data, features.start, features.end):
+        key, feature = _fields(data, entry.start, entry.end, (1, 2))
+        value_list, *extra = _fields(data, feature.start, feature.end) or [_Field(0, 0, 0)]
+        (value,) = _fields(data, value_list.start, value_list.end, (1,))
+        name = data[key.start : key.end].decode(errors="replace")
+        if entry.number != 1 or value_list.number not in _KIND_OF_NUMBER or extra or name in values:
+            raise NotPlain(name)
+        values[name] = _Value(_KIND_OF_NUMBER[value_list.number], value.start, value.end)
+    return values
+
+
+def _fields(data: bytes, start: int, end: int, numbers: tuple[int, ...] | None = None) -> list[_Field]:
+    """Return the fields of a message, all length-delimited; with `numbers`, exactly these, in this order."""
+    fields = []
+    while start < end:
+        tag, at = _varint(data, start)
+        if tag & 7 != _LENGTH_DELIMITED:
+            raise NotPlain("an integer that is not packed, or no tf.train.Example")
+        length, at = _varint(data, at)
+        start = at + length
+        fields.append(_Field(tag >> 3, at, start))
+    if start > end or (numbers is not None and tuple(field.number for field in fields) != numbers):
+        raise NotPlain("more, less or something else than a plain record has")
+    return fields
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return an integer, and where it ends."""
+    value = shift = 0
+    while True:
+        if at >= len(data):
+            raise NotPlain("a length that does not end")
+        value |= (data[at] & 0x7F) << shift
+        if data[at] < 0x80:
+            return value, at + 1
+        at, shift = at + 1, shift + 7
+
+
+class WeightChecker:
+    """Parses as another parser does, and finds weights that are negative or not finite. A Parser."""
+
+    def __init__(self, parser: Parser, name: str, feature: Feature | None) -> None:
+        """feature: as the schema describes it; None if a user's function parses. Raises UserError."""
+        self._parser, self._name, self._feature = parser, name, feature
+        self.dtypes, self.shapes = parser.dtypes, parser.shapes
+        if name not in self.dtypes:
+            raise UserError(f"data.weight: data.parse gives {', '.join(self.dtypes)}; there is no {name}.")
+        check_weight_kind(name, self.shapes[name], self.dtypes[name])
+
+    def parse(self, records: Data) -> Arrays | None:
+        arrays = self._parser.parse(records)
+        return arrays if arrays is None or self._find_invalid(arrays) is None else None
+
+    def problem(self, record: Any) -> str | None:
+        if problem := self._parser.problem(record):
+            return problem
+        arrays = self._parser.parse([record])
+        invalid = None if arrays is None else self._find_invalid(arrays)
+        return None if invalid is None else f"feature {self._name}: expected a weight of 0 or more; it is {invalid:g}"
+
+    def _find_invalid(self, arrays: Arrays) -> float | None:
+        """Return the first value that is no weight; None if all are weights."""
+        values = np.asarray(arrays[self._name], np.float64)
+        if self._feature is not None:
+            values = values * (1 if self._feature.scale is None else self._feature.scale) + (self._feature.offset or 0)
+        invalid = values[~(np.isfinite(values) & (values >= 0))]
+        return float(invalid[0]) if invalid.size else None

@@ -81,30 +81,25 @@ class Reader:
 
 def _join(parts: Sequence[_Part], records: int) -> Data:
     """Join the records of all parts: in arrays, or one by one unless all parts have arrays of the same kinds."""
-    first = parts[0].block.data
-    kinds = _kinds(first)
-    if not kinds or any(_kinds(part.block.data) != kinds for part in parts):
+    arrays = [_arrays(part.block.data) for part in parts]
+    kinds = [[(name, array.dtype, array.shape[1:]) for name, array in of_part.items()] for of_part in arrays]
+    if not kinds[0] or any(of_part != kinds[0] for of_part in kinds):
         in_order: list[Any] = [None] * records
         for part in parts:
             stored = split_records(part.block.data)
             for row, position in zip(part.rows.tolist(), part.positions.tolist(), strict=True):
                 in_order[row] = stored[position]
         return in_order
-    joined = {name: np.empty((records, *shape), dtype) for name, dtype, shape in kinds}
-    for part in parts:
-        arrays = _arrays(part.block.data)
+    joined = {name: np.empty((records, *shape), dtype) for name, dtype, shape in kinds[0]}
+    for part, of_part in zip(parts, arrays, strict=True):
         for name, array in joined.items():
-            array[part.rows] = arrays[name][part.positions]
-    return joined if isinstance(first, dict) else joined[""]
+            array[part.rows] = of_part[name][part.positions]
+    return joined if isinstance(parts[0].block.data, dict) else joined[""]
 
 
 def _arrays(data: Data) -> Arrays:
     """Return the arrays of a block; none if its records are one by one."""
     return data if isinstance(data, dict) else {"": data} if isinstance(data, np.ndarray) else {}
-
-
-def _kinds(data: Data) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
-    return [(name, array.dtype, array.shape[1:]) for name, array in _arrays(data).items()]
 
 
 def parse_usable(

@@ -26,11 +26,11 @@ import numpy as np
 
 from horovod_train.data import counter_rng
 from horovod_train.data.buckets import Buckets
-from horovod_train.data.source import Blocks
 
 Order = Literal["shuffled", "lanes", "file"]
 
 _BLOCKS, _RECORDS = 1, 2  # so that the order of blocks and the order inside windows are independent
+_STEPS_MEASURED = 256
 
 
 class Rows(NamedTuple):
@@ -79,8 +79,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Equal for plans of the same order and content, in which a position in an epoch means the same records."""
         facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder, self.content)
-        buckets = self.buckets.fingerprint if self.buckets else ""
-        text = repr(facts) + buckets
+        text = repr(facts) + (self.buckets.fingerprint if self.buckets else "")
         return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + text.encode()).hexdigest()
 
     def count(self, step: int) -> int:
@@ -94,10 +93,12 @@ class Plan:
     def sequence(self, epoch: int) -> EpochSequence:
         """Return the order of all records in an epoch."""
         if self.order != "shuffled":
-            return EpochSequence(self.block_counts, self.seed, epoch, None)
-        window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
-        is_one_window = self.shuffle_window >= self.num_records
-        return EpochSequence(self.block_counts, self.seed, epoch, self.num_records if is_one_window else window)
+            window = None
+        elif self.shuffle_window >= self.num_records:
+            window = self.num_records
+        else:
+            window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
+        return EpochSequence(self.block_counts, self.seed, epoch, window)
 
     def rows(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> Rows:
         """Return what a rank reads in [first_step, last_step) of the epoch of `sequence`."""
@@ -209,48 +210,12 @@ def _running_sum(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-_STEPS = 256  # at a time
-
-
-@dataclass
-class RankShare:
-    """One rank in one epoch."""
-
-    rank: int
-    records: int = 0
-    padding: int = 0
-    """Rows with weight 0."""
-    blocks: int = 0
-    bytes: int = 0
-    """The total size of those blocks: the rank reads at least this."""
-    first: tuple[int, ...] = ()
-    """The first records that it reads."""
-
-
 def padding_share(plan: Plan) -> dict[str, float]:
     """Return by name the share of each list that is padding, over the first steps; {} without buckets."""
     if plan.buckets is None:
         return {}
-    steps, sequence = min(plan.steps_per_epoch, _STEPS), plan.sequence(0)
+    steps, sequence = min(plan.steps_per_epoch, _STEPS_MEASURED), plan.sequence(0)
     rows = plan.rows(sequence, 0, 1, 0, steps)
     items = plan.widths(sequence, 0, steps) * rows.real.sum(axis=1, keepdims=True)
     used = plan.buckets.lengths[rows.records][rows.real].sum(axis=0)
     return dict(zip(plan.buckets.names, (1 - used / items.sum(axis=0)).tolist(), strict=True))
-
-
-def epoch_shares(plan: Plan, blocks: Blocks, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
-    """Return the share of each of `size` ranks, and how often all ranks together read each record: int64 [records]."""
-    sequence, counts, shares = plan.sequence(epoch), np.zeros(plan.num_records, np.int64), []
-    for rank in range(size):
-        share, is_block_read = RankShare(rank), np.zeros(len(blocks.records), bool)
-        for first in range(0, plan.steps_per_epoch, _STEPS):
-            rows = plan.rows(sequence, rank, size, first, min(first + _STEPS, plan.steps_per_epoch))
-            records = rows.records[rows.real]
-            np.add.at(counts, records, 1)
-            is_block_read[blocks.containing(records)] = True
-            share.records += len(records)
-            share.padding += rows.real.size - len(records)
-            share.first = share.first or tuple(records[:4].tolist())
-        share.blocks, share.bytes = int(is_block_read.sum()), int(blocks.bytes[is_block_read].sum())
-        shares.append(share)
-    return shares, counts

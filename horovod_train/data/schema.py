@@ -22,6 +22,8 @@ from horovod_train.data.storage import DEFAULT, Storage, parent
 from horovod_train.errors import UserError, one_line
 
 DATASET_NAME = "dataset.json"
+RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
+Dtype = Literal[RawDtype, "bfloat16", "bool"]
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,12 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
                 f"{setting}: {first.where} and {other.where} differ in {name}; records of two kinds cannot be mixed. "
                 "Name folders of one kind, or say what to read from both in data.features."
             )
-    expected = {
-        folder: ExpectedCount(count, path)
-        for folder, path in json_paths.items()
-        if path and (count := schemas[path].counts.get(_folder_name(folder))) is not None
-    }
+    expected = {}
+    for folder, path in json_paths.items():
+        name = os.path.basename(folder if is_remote(folder) else os.path.abspath(folder))
+        count = schemas[path].counts.get(name) if path else None
+        if path and count is not None:
+            expected[folder] = ExpectedCount(count, path)
     chosen = dataclasses.replace(
         first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets, expected=expected
     )
@@ -145,10 +148,6 @@ def _check_roles(schema: Schema, where: str) -> Schema:
     return schema
 
 
-def _folder_name(folder: str) -> str:
-    return os.path.basename(folder if is_remote(folder) else os.path.abspath(folder))
-
-
 def _find_json(folder: str, storage: Storage) -> str | None:
     for location in (folder, parent(folder)):
         path = None if location is None else os.path.join(location, DATASET_NAME)
@@ -169,8 +168,20 @@ def _first_difference(first: Schema, other: Schema) -> str | None:
     return None
 
 
-RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
-Dtype = Literal[RawDtype, "bfloat16", "bool"]
+def check_weight(name: str | None, schema: Schema) -> None:
+    """Raise UserError if there is no feature of that name, or if it is not one number a record. None: no weights."""
+    if name is None:
+        return
+    if name not in schema.features:
+        raise UserError(f"data.weight: there is no feature {name}; there are {', '.join(schema.features)}.")
+    feature = schema.features[name]
+    check_weight_kind(name, feature.tensor_shape, feature.tensor_dtype)
+
+
+def check_weight_kind(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    if shape or dtype == "string":
+        kind = "of strings" if dtype == "string" else f"{dtype}{list(shape)}"
+        raise UserError(f"data.weight: expected one number a record, shape []; feature {name} is {kind}.")
 
 
 @dataclass(frozen=True)
@@ -272,10 +283,6 @@ def _contradiction(feature: Feature) -> str | None:
         return "bytes that are not decoded have no cast, scale, offset, classes or padding."
     if feature.classes and not feature.stored_dtype.startswith(("int", "uint")):
         return f"classes is for integers; this one is {feature.stored_dtype}."
-    return _wrong_class_names(feature)
-
-
-def _wrong_class_names(feature: Feature) -> str | None:
     names = feature.class_names
     if names and feature.type != "int64":
         return f"class_names is for type int64, also where records hold the names; this one is {feature.type}."

@@ -4,7 +4,7 @@ A source is all records of one split in a fixed order. It stores them in blocks:
 piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
 
 To add a kind: a package with an OpenSource, such as tfrecord.source.open_tfrecords, and a line in dataset.SOURCES.
-Files that can be read by number need less: see random_access.formats.
+Files that can be read by number need less: see random_access.
 
 A part of a source, such as a file, is identified by its base name, its size, its number of records and a digest of what
 they hold. Its folder and time do not matter, so copies on other disks and hosts are equal.
@@ -33,6 +33,9 @@ Arrays = dict[str, np.ndarray]
 
 Data = list[Any] | np.ndarray | Arrays
 """Records as a source gives them: one by one; uint8 [records, bytes] if all have one length; or arrays by name."""
+_SHORT = 8  # hex digits: enough to tell which file differs once it is known that one does
+Names = list[tuple[str, str]]
+"""For each part in order, its base name and a short digest of all that identifies it."""
 
 
 def split_records(data: Data) -> list[Any]:
@@ -151,13 +154,6 @@ class OpenSource(Protocol):
 
     def __call__(self, files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RecordSource:
         """allow_damage: use the records before the damage and say so in the part's `problem`."""
-
-
-_SHORT = 8  # hex digits: enough to tell which file differs once it is known that one does
-
-
-Names = list[tuple[str, str]]
-"""For each part in order, its base name and a short digest of all that identifies it."""
 
 
 def digest_of(parts: Sequence[Part]) -> str:

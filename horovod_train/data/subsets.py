@@ -22,6 +22,8 @@ from horovod_train.data.schema import Feature
 from horovod_train.data.source import Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, RecordSource
 from horovod_train.errors import UserError
 
+_FOLDS = 4  # so that parts are independent of the orders of epochs; see sampler
+
 
 @dataclass(frozen=True, eq=False)
 class Selection:
@@ -57,9 +59,6 @@ def _take(data: Data, positions: list[int]) -> Data:
     if isinstance(data, dict):
         return {name: array[positions] for name, array in data.items()}
     return data[positions] if isinstance(data, np.ndarray) else [data[position] for position in positions]
-
-
-_FOLDS = 4  # so that parts are independent of the orders of epochs; see sampler
 
 
 def parts_of_records(records: int, folds: int) -> np.ndarray:

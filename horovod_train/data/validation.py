@@ -19,10 +19,10 @@ import numpy as np
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, find_records
-from horovod_train.data.decoding import image_problem
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.source import split_records
+from horovod_train.data.transforms import image_problem
 from horovod_train.errors import UserError
 
 _MAX_CLASSES = 1000
@@ -88,7 +88,8 @@ def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
     split_files, paths = find_records(config, split), config.paths(split)
     report = Report(", ".join(paths), files=len(split_files.files), notes=list(split_files.notes))
-    readable = [name for name in split_files.files if not split_files.are_paths or _is_readable(name)]
+    # Opening a remote file checks it.
+    readable = [f for f in split_files.files if not split_files.are_paths or is_remote(f) or os.access(f, os.R_OK)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
     if not readable:
         return report
@@ -106,15 +107,13 @@ def check_split(config: DataConfig, split: Split) -> Report:
     return report
 
 
-def _is_readable(path: str) -> bool:
-    return is_remote(path) or os.access(path, os.R_OK)  # opening a remote file checks it
-
-
 def _check_records(records: Records, config: DataConfig, report: Report) -> None:
     """Read all records in their order, and add to the report what is in them."""
     features, reader = records.schema.features, Reader(records.source)
     parser = build_parser(records.source, features, config)
-    report.features = {name: _empty_summary(dtype, parser.shapes[name]) for name, dtype in parser.dtypes.items()}
+    for name, dtype in parser.dtypes.items():
+        is_counted = dtype.startswith(("int", "uint")) and parser.shapes[name] == ()
+        report.features[name] = FeatureSummary(dtype, parser.shapes[name], histogram={} if is_counted else None)
     digests = np.zeros(records.num_records, np.uint64)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for numbers, data, arrays, bad in parse_all(records.source, reader, parser, f"checking {report.where}"):
@@ -144,11 +143,6 @@ def _not_finite(numbers: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, 
     for row in np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist():
         (first,) = rows[row][~np.isfinite(rows[row])][:1].tolist()
         yield int(numbers[row]), f"expected finite numbers; the record holds {first}"
-
-
-def _empty_summary(dtype: str, shape: tuple[int, ...]) -> FeatureSummary:
-    is_counted = dtype.startswith(("int", "uint")) and shape == ()
-    return FeatureSummary(dtype, shape, histogram={} if is_counted else None)
 
 
 def _digest(record: Any) -> bytes:

@@ -20,8 +20,8 @@ import tensorflow as tf
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
-from horovod_train.data.pipeline.pipeline import Pipeline
+from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment

@@ -18,10 +18,9 @@ import tensorflow as tf
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config, Watched
+from horovod_train.data.batch_source import Batch, BatchSource
 from horovod_train.data.dataset import Records
-from horovod_train.data.pipeline.batch_source import Batch, BatchSource
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in, synchronise_batch_norm

@@ -16,7 +16,7 @@ import tensorflow as tf
 from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, MetricSpec, Spec
-from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import class_axis, compile_arguments

@@ -22,7 +22,7 @@ from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.manifest import Damaged
 from horovod_train.config.registry import find, load_function, raised_at
 from horovod_train.config.settings import ModelSpec
-from horovod_train.data.hdf5_file import open_hdf5
+from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError, one_line

@@ -24,7 +24,7 @@ from horovod_train.config.registry import loaded_files
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.data import source
-from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed import consistency
 from horovod_train.distributed.consistency import digest
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in

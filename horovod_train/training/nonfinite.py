@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.batch_source import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
 

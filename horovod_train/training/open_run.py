@@ -20,11 +20,11 @@ from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config, DataConfig
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records, Split, check_counts, scan_records, with_inputs_of
-from horovod_train.data.pipeline.batch_source import BatchSource
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.stream import StreamPipeline, open_stream
+from horovod_train.data.pipeline import Ranks
 from horovod_train.data.source import difference, names_of
+from horovod_train.data.stream import StreamPipeline, open_stream
 from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup

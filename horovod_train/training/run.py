@@ -18,7 +18,7 @@ from horovod_train.checkpoint.layout import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
-from horovod_train.data.pipeline.batch_source import Batches, BatchSource
+from horovod_train.data.batch_source import Batches, BatchSource
 from horovod_train.distributed import consistency
 from horovod_train.errors import START_AGAIN, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines

@@ -89,7 +89,7 @@ def _steps_in(element: Any) -> Any:
     """Return how many steps an element has, which a compiled step takes out of it without copying."""
     import tensorflow as tf
 
-    from horovod_train.data.pipeline.batch_source import Batch
+    from horovod_train.data.batch_source import Batch
 
     return tf.shape(element.count)[0] if isinstance(element, Batch) else 1
 

@@ -17,17 +17,20 @@ import tensorflow as tf
 
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.dataset import Records
-from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.parsing import example_spec
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, RecordSource
 from horovod_train.data.tfrecord.source import TFRecords
-from horovod_train.data.transforms import cast_and_scale
+from horovod_train.data.transforms import ImageChanges, cast_and_scale, decode_image
 from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]
+AUGMENT = (Spec("random_resized_crop"), Spec("flip"))
+"""What the trainer does for the comparison."""
+_AREA, _ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # as random_resized_crop
+_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": False}
+Parsed = dict[str, tf.Tensor]
 
 
 def build_trainer_pipeline(
@@ -139,15 +142,6 @@ def _finish(feature: Feature, values: tf.Tensor | tf.RaggedTensor, rank: int) ->
         else:
             values = decode_image(feature, values, no_draws, plain)
     return values
-
-
-AUGMENT = (Spec("random_resized_crop"), Spec("flip"))
-"""What the trainer does for the comparison."""
-
-_AREA, _ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # as random_resized_crop
-_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": False}
-
-Parsed = dict[str, tf.Tensor]
 
 
 def hold_jpegs(files: list[str], packing: str, features: dict[str, Feature]) -> bool:

@@ -35,6 +35,11 @@ from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.rank_log import read_stories
 
+SHARES = ("input", "compute", "exchange")
+_LINES = 10
+"""Lines of metrics in a run; the first fifth of them is not counted."""
+_TIMEOUT_S = 3600.0
+
 
 class Point(NamedTuple):
     """What was measured with one number of ranks: a value for each round."""
@@ -151,12 +156,6 @@ def _draw(path: Path, points: Sequence[Point]) -> None:
     figure.savefig(path, dpi=120)
 
 
-SHARES = ("input", "compute", "exchange")
-_LINES = 10
-"""Lines of metrics in a run; the first fifth of them is not counted."""
-_TIMEOUT_S = 3600.0
-
-
 class Measured(NamedTuple):
     """examples_per_s: over all ranks. shares: of all ranks' time in steps; {} for a short run.
 
@@ -197,7 +196,8 @@ def measure(config: Config, ranks: int, way: Way | None) -> Measured:
             launcher = [] if ranks == 1 else launch_command(way, ranks)
             return _measure_all([_start(config, Path(folder, "run"), launcher)])[0]
         one_rank_config = _config_of_one_rank(config, ranks)
-        runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
+        environments = [{"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {} for number in range(ranks)]
+        runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], env) for n, env in enumerate(environments)]
         measured = _measure_all(runs)
     return Measured(
         sum(each.examples_per_s for each in measured),
@@ -219,10 +219,6 @@ def _config_of_one_rank(config: Config, ranks: int) -> Config:
     data = dataclasses.replace(config.data, global_batch_size=-(-batch // ranks), batch_size_per_rank=None)
     threads = config.device.intra_op_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     return dataclasses.replace(config, data=data, device=dataclasses.replace(config.device, intra_op_threads=threads))
-
-
-def _only_gpu(number: int) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {}
 
 
 def _start(

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.text import Text
 
-from horovod_train.commands.cli import above_0, add_config, check_out, load_from_arguments, open_screen, write_out
+from horovod_train.commands.cli import (
+    above_0,
+    add_config,
+    check_out,
+    load_from_arguments,
+    nearest_existing,
+    open_screen,
+    write_out,
+)
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, one_line
@@ -117,7 +125,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         text = one_line(error)[:300]
         return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
-    local_findings = [vars(finding) for finding in _checks(group, config, _existing(folder))]
+    local_findings = [vars(finding) for finding in _checks(group, config, nearest_existing(folder).resolve())]
     # Figures differ between ranks; the exit code must not.
     findings = [CheckResult(**finding) for finding in group.broadcast_object(local_findings)]
     group.close()
@@ -140,13 +148,6 @@ def _checks(group: WorkerGroup, config: Config | None, folder: Path) -> Iterator
     yield machine.check_network(group)
     yield machine.check_file_system(group, folder)
     yield machine.check_clocks(group)
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest existing one above it: doctor makes no run directory."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.resolve()
 
 
 def _show(findings: Sequence[CheckResult], to: str | None) -> None:

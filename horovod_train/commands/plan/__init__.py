@@ -25,10 +25,11 @@ from horovod_train.commands.cli import (
     add_config_arguments,
     count,
     load_config,
+    nearest_existing,
     open_screen,
     require_output_dir,
 )
-from horovod_train.commands.plan.facts import Facts, Pace, Sizes, Start, collect, find_resume, open_outlook
+from horovod_train.commands.plan.facts import Facts, Pace, Sizes, collect, find_resume, open_outlook
 from horovod_train.config.loader import parse_seconds
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
@@ -95,7 +96,9 @@ def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | N
 
         sizes, model_faults = plan_model.build(config, outlook)
         faults += model_faults
-    known = sizes or _sizes_of_checkpoint(start)
+    if sizes is None and start is not None:
+        sizes = Sizes(f"as the checkpoint of step {start.step}", start.size)
+    known = sizes or Sizes("unknown, because the model was not built")
     facts, second_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
     lack = _attempt(lambda: _lack_of_room(config, facts), faults)
     return facts, [*notes, *second_notes, *filter(None, [lack])], list(dict.fromkeys(faults))
@@ -108,12 +111,6 @@ def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
     except UserError as error:
         faults.append(str(error))
         return None
-
-
-def _sizes_of_checkpoint(start: Start | None) -> Sizes:
-    if start is None:
-        return Sizes("unknown, because the model was not built")
-    return Sizes(f"as the checkpoint of step {start.step}", start.size)
 
 
 def _lack_of_room(config: Config, facts: Facts | None) -> str | None:
@@ -130,9 +127,7 @@ def _wrong_paths(config: Config) -> Iterator[str]:
     for where, path in (("output_dir", config.output_dir), ("data.index_dir", config.data.index_dir)):
         if not path:
             continue
-        place = Path(path)
-        while not place.exists() and place != place.parent:
-            place = place.parent
+        place = nearest_existing(Path(path))
         if not place.is_dir():
             yield f"{where}: {path} cannot be made: {place} is no folder."
         elif not os.access(place, os.W_OK | os.X_OK):
@@ -170,24 +165,21 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         lines.append(("weights", f"{where}: {by_class}, others: 1"))
     last = steps["records_in_last_of_epoch"]
     partial = "" if last == batch["global"] else f", the last with {last}"
+    to_most = "" if share["least"] == share["most"] else f" to {share['most']:,}"
     epochs = f"{steps['epochs']:g} epoch{'s' * (steps['epochs'] != 1)}"
     lines += [
         ("batch", f"{batch['global']:,} over all ranks: {per_rank}"),
         *(("", f"by length: {share:.0%} of {name} is padding") for name, share in batch["padding"].items()),
         ("steps", f"{steps['per_epoch']:,} an epoch{partial}; {steps['total']:,} in {epochs}"),
-        ("records per rank", f"{_range(share['least'], share['most'])} an epoch"),
+        ("records per rank", f"{share['least']:,}{to_most} an epoch"),
         *_rate_lines(facts),
         *_size_lines(facts),
     ]
     lines += facts["fine_tuning"].items()
     if facts["resume"]:
         start = facts["resume"]
-        lines.append(
-            (
-                "resumes from",
-                f"step {start['step']:,} of {start['ranks']} ranks; {start['steps_left']:,} steps are left",
-            )
-        )
+        left = f"{start['steps_left']:,} steps are left"
+        lines.append(("resumes from", f"step {start['step']:,} of {start['ranks']} ranks; {left}"))
     if facts["time"]:
         lines.append(("time", _time_line(facts["time"])))
     return lines
@@ -235,10 +227,6 @@ def _time_line(time: Facts) -> str:
     if time["jobs"] == 1:
         return f"{line}; fits into {_clock(time['walltime_s'])}, {time['seconds'] / time['walltime_s']:.0%} of it"
     return f"{line}; takes {time['jobs']} jobs of {_clock(time['walltime_s'])}, each resuming where the last stopped"
-
-
-def _range(lowest: int, highest: int) -> str:
-    return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
 
 
 def _bytes(count: int) -> str:

@@ -124,6 +124,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
     config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
     batch = plan.global_batch_size
     saves = count_saves(config.checkpoint, horizon.steps_per_epoch, horizon.total_steps)
+    shares = records_by_rank(plan, ranks)
     kept_count = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
     facts: Facts = {
         "ranks": ranks,
@@ -131,7 +132,10 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
             "train": _records(outlook.records, config),
             "eval": _records(outlook.eval_records, config) if outlook.eval_records else None,
         },
-        "class_weights": _class_weights(config),
+        "class_weights": {
+            **({"loss": config.loss.class_weight} if config.loss.class_weight else {}),
+            **weights_of_outputs(config.loss),
+        },
         "batch": {
             "global": batch,
             "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items())),
@@ -143,7 +147,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
             "epochs": round(horizon.total_steps / horizon.steps_per_epoch, 4),
             "records_in_last_of_epoch": plan.count(horizon.steps_per_epoch - 1),
         },
-        "records_per_rank": _extremes(records_by_rank(plan, ranks)),
+        "records_per_rank": {"least": min(shares), "most": max(shares)},
         "learning_rate": sizes.rate_of or learning_rates(config, horizon),
         "checkpoints": {
             "count": saves,
@@ -203,12 +207,6 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
     ]
 
 
-def _class_weights(config: Config) -> dict[str, Mapping[str, float]]:
-    """Return the weights of classes by the loss that they are for: "loss", or an output."""
-    loss_weights = {"loss": config.loss.class_weight} if config.loss.class_weight else {}
-    return {**loss_weights, **weights_of_outputs(config.loss)}
-
-
 def _records(records: Records, config: Config) -> Facts:
     parts = records.stored or records.source.parts
     return {
@@ -222,10 +220,6 @@ def _records(records: Records, config: Config) -> Facts:
         "source": config.data.source.name if config.data.source else None,
         "weight": config.data.weight,
     }
-
-
-def _extremes(values: list[int]) -> dict[str, int]:
-    return {"least": min(values), "most": max(values)}
 
 
 def _resume(start: Start | None, horizon: Horizon) -> Facts | None:

@@ -15,7 +15,7 @@ from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.rules import PER_OUTPUT
 from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
 from horovod_train.data.augment import build_augmentations
-from horovod_train.data.pipeline.pipeline import Pipeline
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.device import Device, pin_to_cpu
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import horovod_alone

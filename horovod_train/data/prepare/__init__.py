@@ -1,45 +1,37 @@
 """The command `prepare`: makes TFRecords with their dataset.json and index from other forms of data.
 
-Each kind has a file here; this module knows only the command line.
+KINDS lists what it makes records from; each kind is defined where its records are made.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from horovod_train.data.prepare import (
-    arrays,
-    csv_table,
-    digits,
-    idx,
-    imagenet_samples,
-    images,
-    mlp_samples,
-    token_samples,
-)
+from horovod_train.data.prepare import digits, images, samples, tables
 from horovod_train.data.prepare.writing import DEFAULT_SEED
 
 KINDS = {
-    "digits": digits,
-    "idx": idx,
-    "npz": arrays,
-    "csv": csv_table,
-    "images": images,
-    "mlp-samples": mlp_samples,
-    "token-samples": token_samples,
-    "imagenet-samples": imagenet_samples,
+    "digits": digits.DIGITS,
+    "idx": digits.IDX,
+    "npz": tables.NPZ,
+    "csv": tables.CSV,
+    "images": images.IMAGES,
+    "mlp-samples": samples.MLP,
+    "token-samples": samples.TOKENS,
+    "imagenet-samples": samples.IMAGENET,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name, module in KINDS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        kind = kinds.add_parser(name, help=summary, description=module.__doc__)
-        kind.add_argument("--out", required=True, metavar="DIR", help="folder to make")
-        kind.add_argument("--force", action="store_true", help="replace DIR if it exists")
-        kind.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of every random choice; default %(default)s")
-        module.add_arguments(kind)
+    for name, kind in KINDS.items():
+        kind_parser = kinds.add_parser(name, help=kind.about.splitlines()[0], description=kind.about)
+        kind_parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+        kind_parser.add_argument("--force", action="store_true", help="replace DIR if it exists")
+        kind_parser.add_argument(
+            "--seed", type=int, default=DEFAULT_SEED, help="of every random choice; default %(default)s"
+        )
+        kind.add_arguments(kind_parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

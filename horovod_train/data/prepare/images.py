@@ -1,7 +1,4 @@
-"""JPEG and PNG files, one folder per class, as records with ImageNet's names: image/encoded and image/class/label.
-
-Labels count from 0, in the order of the folders' names. Files are stored unchanged.
-"""
+"""JPEG and PNG files, in a folder for each class."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import NamedTuple
 
 from horovod_train.config.registry import import_extra
 from horovod_train.data.files import left_out_note, listed, loose_files
-from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
+from horovod_train.data.prepare.writing import Kind, Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
@@ -32,7 +29,7 @@ class ImageList(NamedTuple):
     """What else is there and is not read; "" if nothing."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", required=True, metavar="DIR", help="with a folder for each class")
     parser.add_argument("--eval-images", metavar="DIR", help="images to evaluate on, in folders of the same names")
     parser.add_argument("--size", type=int, default=224, help="height and width the model gets; default %(default)s")
@@ -40,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_split_arguments(parser, "--images")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _write(arguments: argparse.Namespace) -> None:
     classes, files, note = list_images(arguments.images)
     eval_files, notes = None, [note]
     if arguments.eval_images:
@@ -65,17 +62,13 @@ def run(arguments: argparse.Namespace) -> None:
             "image/filename": path.name,
         }
 
-    schema = image_folder_schema(arguments.size, arguments.channels, len(classes))
-    write_dataset(arguments, schema, splits, encode)
-
-
-def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
-    """Return a schema: images cut to a square of `size` from the centre, and scaled to [-1, 1]."""
-    if size < 1:
-        raise UserError(f"--size must be at least 1; received {size}.")
-    image = Feature("bytes", (size, size, channels), decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
-    features = {"image/encoded": image, "image/class/label": Feature("int64", classes=classes)}
-    return Schema(features, ("image/encoded",), ("image/class/label",))
+    if arguments.size < 1:
+        raise UserError(f"--size must be at least 1; received {arguments.size}.")
+    # Images are cut to a square from the centre, and scaled to [-1, 1].
+    shape = (arguments.size, arguments.size, arguments.channels)
+    image = Feature("bytes", shape, decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
+    features = {"image/encoded": image, "image/class/label": Feature("int64", classes=len(classes))}
+    write_dataset(arguments, Schema(features, ("image/encoded",), ("image/class/label",)), splits, encode)
 
 
 def class_names(folder: str) -> list[str]:
@@ -117,3 +110,13 @@ def _read(path: Path) -> bytes:
         raise UserError(f"{path}: is neither JPEG nor PNG. Remove it or put an image there.") from error
     except (OSError, SyntaxError, pillow.DecompressionBombError) as error:
         raise UserError(f"{path}: cannot be read as an image: {error}.") from error
+
+
+IMAGES = Kind(
+    """JPEG and PNG files, one folder per class, as records with ImageNet's names: image/encoded and image/class/label.
+
+    Labels count from 0, in the order of the folders' names. Files are stored unchanged.
+    """,
+    _add_arguments,
+    _write,
+)

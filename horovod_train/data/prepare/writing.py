@@ -15,15 +15,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.data import counter_rng
-from horovod_train.data.files import INDEX_NAME
+from horovod_train.data.files import INDEX_NAME, hold_lock
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
-from horovod_train.data.tfrecord.index import write_index
-from horovod_train.data.tfrecord.index_file import DRAFT_NAME, hold_lock
+from horovod_train.data.tfrecord.index import DRAFT_NAME, write_index
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout, track
@@ -34,20 +34,25 @@ Encode = Callable[[int], Values]
 """The values of one record, by its number in the source."""
 Splits = Mapping[str, np.ndarray]
 """The numbers of the records of each split, in their order."""
-
-
 _IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}(\.lock)?|{DRAFT_NAME}"
 _INSIDE = (re.escape(DATASET_NAME), "train|eval", f"(train|eval)/({_IN_SPLIT})")
 DATASET = Artifact("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
 _DRAFT = Artifact("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
-
 DEFAULT_SEED = 1
-
 _SHARD_BYTES = 128 << 20
 _MIN_SHARDS = 4
 _SAMPLED_RECORDS = 16
 _WAIT_S = 60.0
 """How long `write_once` waits for another process, which may hang."""
+
+
+class Kind(NamedTuple):
+    """What `prepare` makes records from."""
+
+    about: str
+    """The text of its --help, of which the first line is in the list of kinds."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
 
 
 def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits, encode: Encode) -> None:
@@ -58,9 +63,14 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
     out, shards = arguments.out, arguments.shards
     if shards is not None and shards < 1:
         raise UserError(f"--shards must be at least 1; received {shards}.")
-    _check_free(out, arguments.force)
-    logs.load_tensorflow()
+    if os.path.lexists(out) and not arguments.force:
+        raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
     place = Path(os.path.abspath(out))
+    try:
+        check(place, DATASET)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
+    logs.load_tensorflow()
     try:
         with _new_draft(place) as draft:
             counts = _write_splits(draft, schema, splits, encode, shards)
@@ -154,7 +164,11 @@ def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int |
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
 
         def write(shard: int) -> None:
-            _write_shard(os.path.join(folder, names[shard]), parts[shard], encode)
+            with open(os.path.join(folder, names[shard]), "xb") as file:
+                for record in parts[shard].tolist():
+                    file.write(tfrecord_framing.frame(_example(encode(record))))
+                file.flush()
+                os.fsync(file.fileno())
 
         try:
             for _ in track(threads.map(write, range(files)), files, f"writing {os.path.basename(folder)}"):
@@ -169,14 +183,6 @@ def _choose_shards(records: np.ndarray, encode: Encode) -> int:
     sample = records[:: max(len(records) // _SAMPLED_RECORDS, 1)][:_SAMPLED_RECORDS]
     size = sum(len(_example(encode(record))) for record in sample.tolist()) / len(sample) * len(records)
     return max(math.ceil(size / _SHARD_BYTES), _MIN_SHARDS)
-
-
-def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
-    with open(path, "xb") as file:
-        for record in records.tolist():
-            file.write(tfrecord_framing.frame(_example(encode(record))))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _example(values: Values) -> bytes:
@@ -196,15 +202,6 @@ def _example(values: Values) -> bytes:
         else:
             features[name] = Feature(int64_list=Int64List(value=array.ravel()))
     return Example(features=Features(feature=features)).SerializeToString(deterministic=True)
-
-
-def _check_free(out: str, force: bool) -> None:
-    if os.path.lexists(out) and not force:
-        raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
-    try:
-        check(Path(os.path.abspath(out)), DATASET)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
 
 
 def _is_complete(folder: Path) -> bool:

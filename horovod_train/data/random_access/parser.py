@@ -64,21 +64,17 @@ def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         texts = _as_bytes(values)
         return texts if texts is not None and texts.shape[1:] == shape else None
     if feature.class_names and (texts := _as_bytes(values)) is not None:
-        return _numbers_of(texts, feature)
-    if values.dtype == object:
-        values = _stack_lists(values, feature.shape)
+        numbers = {name.encode(): number for number, name in enumerate(feature.class_names)}
+        found = [numbers.get(text.strip()) for text in texts.ravel()]
+        fits = texts.shape[1:] == feature.shape and None not in found
+        return np.array(found, np.int64).reshape(texts.shape) if fits else None
+    if values.dtype == object and all(isinstance(value, np.ndarray) for value in values):
+        kinds = {(value.dtype, value.shape) for value in values}
+        if len(kinds) == 1 and values[0].dtype != object and values[0].shape == feature.shape:
+            values = np.stack(list(values))
     if values.shape[1:] != feature.shape or not _fits_dtype(values.dtype, feature.stored_dtype):
         return None
     return values.astype(feature.stored_dtype, copy=False)
-
-
-def _numbers_of(texts: np.ndarray, feature: Feature) -> np.ndarray | None:
-    """Return the numbers of classes that are given by name; None if a text is the name of none."""
-    numbers = {name.encode(): number for number, name in enumerate(feature.class_names)}
-    found = [numbers.get(text.strip()) for text in texts.ravel()]
-    if texts.shape[1:] != feature.shape or None in found:
-        return None
-    return np.array(found, np.int64).reshape(texts.shape)
 
 
 def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
@@ -115,12 +111,6 @@ def _as_bytes(values: np.ndarray) -> np.ndarray | None:
         return None
     flat = [value.encode() if isinstance(value, str) else value for value in values.ravel()]
     return objects(flat).reshape(values.shape) if all(isinstance(value, bytes) for value in flat) else None
-
-
-def _stack_lists(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return objects as rows of one array if all are arrays of this shape; otherwise unchanged."""
-    fits = all(isinstance(value, np.ndarray) and value.shape == shape and value.dtype != object for value in values)
-    return np.stack(list(values)) if fits and len({value.dtype for value in values}) == 1 else values
 
 
 def _fits_dtype(dtype: np.dtype, stored: str) -> bool:

@@ -1,25 +1,40 @@
 """Records that can be read by number, from one or several stores, as a source of records. Knows no format.
 
 What `data.features` does not say of the records is described from the first of them.
+
+Files are identified by a digest over the CRC32C of each piece of 4 MiB, as TFRecord files are over their checksums: it
+detects accidental changes, not forgery. Digests are saved in `digests.json`; see files. A saved digest is valid while
+the file's size and modification time are the same. The time is not part of the digest, so copies are equal whatever
+their dates.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
+from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.files import check_different
-from horovod_train.data.random_access.digests import content_digests
+from horovod_train.data.files import check_different, paths_beside, save_to_first
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error, read_block
 from horovod_train.data.schema import Feature, Schema, parse_feature
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
-from horovod_train.data.storage import DEFAULT, Storage, map_paths, normalized
+from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
 from horovod_train.errors import UserError
+from horovod_train.output.console import track
+from horovod_train.output.files import write_atomically
+from horovod_train.output.removal import Artifact
 
 OpenStore = Callable[[str, Request], Store]
 """Opens one entry of data.train. Raises UserError."""
@@ -27,6 +42,15 @@ OpenStore = Callable[[str, Request], Store]
 BuildParser = Callable[[dict[str, Feature]], Parser]
 
 _TRIED_RECORDS = 100
+_STORED_AS = {"bool": "uint8", "uint32": "int64"}
+"""Dtypes that no feature can have → the smallest dtype that holds their values."""
+_RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
+_IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
+"""numpy's kind of the values in lists → the type as which they are read."""
+NAME = "digests.json"
+_PIECE = 1 << 22
+_REMOTE_FILES = 8  # read at the same time
+_FORMAT = "horovod_train digests 1"
 
 
 class RandomAccessRecords:
@@ -90,15 +114,11 @@ def open_described(
     schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path, labels)
     if config.on_bad_record == "error":
         for store in nonempty:
-            _check_first(store, ArraysParser(schema.features))
+            number, arrays = _first_record(store)
+            problem = ArraysParser(schema.features).problem({name: values[0] for name, values in arrays.items()})
+            if problem:
+                raise UserError(f"{store.name(number)}: {problem}.")
     return RandomAccessRecords(stores, ArraysParser, config.index_dir, storage), schema
-
-
-def _check_first(store: Store, parser: Parser) -> None:
-    number, arrays = _first_record(store)
-    problem = parser.problem({name: values[0] for name, values in arrays.items()})
-    if problem:
-        raise UserError(f"{store.name(number)}: {problem}.")
 
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
@@ -120,18 +140,16 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
     raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure
 
 
-_STORED_AS = {"bool": "uint8", "uint32": "int64"}
-"""Dtypes that no feature can have → the smallest dtype that holds their values."""
-_RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
-
-_IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
-"""numpy's kind of the values in lists → the type as which they are read."""
-
-
 def names_in_config(config: DataConfig) -> tuple[str, ...]:
     """Return the features that the config names; () if it leaves the choice to the records."""
     names = (*config.inputs, *labels_of(config), *config.features)
     return tuple(dict.fromkeys(names)) if config.inputs else ()
+
+
+def images_in_config(config: DataConfig) -> frozenset[str]:
+    """Return the features that the config declares as image files."""
+    features = config.features.items()
+    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
 
 
 def labels_of(config: DataConfig) -> tuple[str, ...]:
@@ -149,25 +167,18 @@ def without_labels(config: DataConfig) -> DataConfig:
     return dataclasses.replace(config, targets=(), weight=None, features=features)
 
 
-def images_in_config(config: DataConfig) -> frozenset[str]:
-    """Return the features that the config declares as image files."""
-    features = config.features.items()
-    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
-
-
 def describe(
     first: Arrays,
     defaults: Mapping[str, Mapping[str, Any]],
     config: DataConfig,
     path: str,
-    labels: Collection[str] | None = None,
+    labels: Collection[str],
 ) -> Schema:
     """Return the schema of records. first: one of them, each array with one row. defaults: as of Store.
 
-    data.features takes precedence over defaults. Without data.inputs, all features but the labels are inputs. labels:
-    by default, the targets and the weight. Raises UserError.
+    data.features takes precedence over defaults. Without data.inputs, all features but the labels are inputs. Raises
+    UserError.
     """
-    labels = labels_of(config) if labels is None else labels
     available = ", ".join(first) or "nothing"
     weight = _weight(config)
     named = {"targets": config.targets, "inputs": config.inputs, "weight": weight, "features": config.features}
@@ -238,3 +249,99 @@ def _type_in_lists(where: str, values: np.ndarray) -> str:
     if dtype.kind not in _IN_LISTS:
         raise UserError(f"{where}: {dtype} is not supported in lists; store whole numbers, floats or text.")
     return _IN_LISTS[dtype.kind]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(content, dict) and content.get("format") == _FORMAT
+
+
+_DIGESTS = Artifact("digests of records", r"digests\.json|[0-9a-f]{16}\.json", content_matches=_is_ours)
+
+
+def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage = DEFAULT) -> dict[str, str]:
+    """Return a digest of what the files of each entry hold, in their order. Reads only files whose digest is not saved.
+
+    entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.
+    """
+    by_folder: dict[str, list[str]] = {}
+    for path in entries:
+        by_folder.setdefault(_locate(path, entries[path])[0], []).append(path)
+    digests: dict[str, str] = {}
+    for folder, paths in by_folder.items():
+        places = paths_beside(folder, NAME, index_dir)
+        stamps = {path: _stamp(path, entries[path]) for path in paths}
+        for place in places:
+            saved = _load(place)
+            for path, stamp in stamps.items():
+                entry = saved.get(_locate(path, entries[path])[1])
+                if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
+                    digests[path] = entry["digest"]
+        missing = [path for path in paths if path not in digests]
+        if missing:
+            digests |= _read_all({path: entries[path] for path in missing}, storage)
+            entries_to_save = {path: {"stamp": stamps[path], "digest": digests[path]} for path in missing}
+            entry_by_name = {_locate(path, entries[path])[1]: entry for path, entry in entries_to_save.items()}
+            save_to_first(places, partial(_save, entry_by_name))
+    return digests
+
+
+def _locate(path: str, files: Stamps) -> tuple[str, str]:
+    """Return the folder in whose file the digest of an entry is saved, and the entry's name there."""
+    return (os.path.dirname(path), os.path.basename(path)) if path in files else (path, ".")
+
+
+def _stamp(path: str, files: Stamps) -> str:
+    facts = [(_name_in_entry(path, file, files), stamp.size, stamp.mtime_ns) for file, stamp in files.items()]
+    return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
+
+
+def _name_in_entry(path: str, file: str, files: Stamps) -> str:
+    """Return the name of a file of an entry; "" of a file that is an entry itself, since its part has the name."""
+    return "" if file == path else os.path.relpath(file, _locate(path, files)[0] or ".")
+
+
+def _read_all(entries: Mapping[str, Stamps], storage: Storage) -> dict[str, str]:
+    files = [file for stamps in entries.values() for file in stamps]
+    max_threads = _REMOTE_FILES if any(map(is_remote, files)) else len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(len(files), max_threads)) as threads:
+        results = threads.map(lambda file: _digest_file(file, storage), files)
+        results = track(results, len(files), "reading files once, to identify them")
+        digest_of_file = dict(zip(files, results, strict=True))
+    digests = {}
+    for path, stamps in entries.items():
+        total = hashlib.sha256()
+        for file in stamps:
+            name = _name_in_entry(path, file, stamps).encode(errors="surrogateescape")
+            total.update(name + b"\0" + digest_of_file[file])
+        digests[path] = total.hexdigest()
+    return digests
+
+
+def _digest_file(path: str, storage: Storage) -> bytes:
+    digest = hashlib.sha256()
+    try:
+        with storage.opened(path) as (stamp, read):
+            for offset in range(0, stamp.size, _PIECE):
+                piece = read(_PIECE, offset)
+                digest.update(google_crc32c.value(piece).to_bytes(4, "little"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    return digest.digest()
+
+
+def _load(place: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    saved = content.get("digests") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    return saved if isinstance(saved, dict) else {}
+
+
+def _save(entries: Mapping[str, Any], place: Path) -> None:
+    content = {"format": _FORMAT, "digests": {**_load(place), **entries}}
+    write_atomically(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)

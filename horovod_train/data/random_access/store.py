@@ -1,6 +1,6 @@
 """The interface of each kind of storage whose records are read by number, and what all kinds share.
 
-Names a record that cannot be read, and uses the other records of its block. Contains no format; see formats.
+Names a record that cannot be read, and uses the other records of its block. Contains no format.
 """
 
 from __future__ import annotations
@@ -132,12 +132,7 @@ class FileStore:
         return self._stamps
 
     def name(self, record: int) -> str:
-        return numbered(self.path, record)
-
-
-def numbered(path: str, record: int) -> str:
-    """Return the name of a record that has none but its number."""
-    return f"{path}: record {record}"
+        return f"{self.path}: record {record}"
 
 
 def check_local(path: str, setting: str, what: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import Spec
-from horovod_train.data.random_access.store import Request, describe_error, even_blocks, numbered, single_blocks, stack
+from horovod_train.data.random_access.store import Request, describe_error, even_blocks, single_blocks, stack
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
@@ -27,7 +27,10 @@ class UsersStore:
         """Build the object. Raises UserError for anything that is wrong with its class."""
         self.path, self.defaults, self._spec, self._request = path, dict[str, dict[str, Any]](), spec, request
         self._records = _build_records(path, spec)
-        count = self._length()
+        try:
+            count = len(self._records)
+        except Exception as error:
+            raise UserError(f"{self._where}: its __len__ raises {describe_error(error)}.") from error
         self._reads_many = callable(getattr(self._records, "read", None))
         record_bytes = self._first_bytes(count) if count else 0.0
         if self._reads_many:
@@ -51,24 +54,17 @@ class UsersStore:
         return {name: arrays[name] for name in names if name in arrays} if names else arrays
 
     def name(self, record: int) -> str:
-        return numbered(self.path, record)
+        return f"{self.path}: record {record}"
 
     def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
-        fingerprint = getattr(self._records, "fingerprint", None)
         total = hashlib.sha256()
-        if fingerprint is not None:
-            facts.append(self._call_fingerprint(fingerprint))
-        else:
+        if getattr(self._records, "fingerprint", None) is None:
             self._add_sample(total)
+        else:
+            facts.append(self._fingerprint())
         total.update(repr(facts).encode())
         return total.hexdigest()
-
-    def _length(self) -> int:
-        try:
-            return len(self._records)
-        except Exception as error:
-            raise UserError(f"{self._where}: its __len__ raises {describe_error(error)}.") from error
 
     def _first_bytes(self, count: int) -> float:
         """Return the bytes of one record, after reading the first and the last one.
@@ -116,9 +112,9 @@ class UsersStore:
             raise UserError(f"{self._where}: its {method} must return a dict of features by name; received a {kind}.")
         return features
 
-    def _call_fingerprint(self, fingerprint: Any) -> str:
+    def _fingerprint(self) -> str:
         try:
-            value = fingerprint()
+            value = self._records.fingerprint()
         except Exception as error:
             raise UserError(f"{self._where}: its fingerprint raises {describe_error(error)}.") from error
         if not isinstance(value, str) or not value:
@@ -166,22 +162,14 @@ def _build_records(path: str, spec: Spec) -> Any:
 
 
 def _bytes_of(values: np.ndarray) -> int:
-    return sum(map(_bytes_of_value, values.ravel())) if values.dtype == object else values.nbytes
-
-
-def _bytes_of_value(value: Any) -> int:
-    return (
-        len(value.encode())
-        if isinstance(value, str)
-        else len(value)
-        if isinstance(value, bytes)
-        else np.asarray(value).nbytes
-    )
+    if values.dtype != object:
+        return values.nbytes
+    encoded = (value.encode() if isinstance(value, str) else value for value in values.ravel())
+    return sum(len(value) if isinstance(value, bytes) else np.asarray(value).nbytes for value in encoded)
 
 
 def _content(values: np.ndarray) -> bytes:
     if values.dtype != object:
         return values.tobytes()
-    return b"\0".join(
-        value if isinstance(value, bytes) else repr(np.asarray(value).tolist()).encode() for value in values
-    )
+    encoded = (value if isinstance(value, bytes) else repr(np.asarray(value).tolist()).encode() for value in values)
+    return b"\0".join(encoded)

@@ -1,4 +1,4 @@
-"""Finds the blocks of records in TFRecord files, and caches where they start. Does not parse records.
+"""Finds the blocks of records in TFRecord files, and saves where they start. Does not parse records.
 
 A block is up to 256 neighbouring records of one file, fewer if they reach 1 MiB; it is read in one piece. Scanning
 checks the framing and each length's checksum, not the data. The result is stored in `index.npz` in the records' folder,
@@ -12,39 +12,75 @@ changes in the other records. Data that do not match their checksum are found wh
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import multiprocessing
 import os
+import re
 import tempfile
+import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.config.paths import is_remote
-from horovod_train.data.files import INDEX_NAME, check_different, paths_beside, save_to_first
+from horovod_train.data.files import INDEX_NAME, check_different, hold_lock, paths_beside, save_to_first
 from horovod_train.data.source import Blocks
 from horovod_train.data.storage import DEFAULT, ReadAt, Stamp, Stamps, Storage, map_paths
-from horovod_train.data.tfrecord.index_file import (
-    Entries,
-    Extents,
-    ScannedFile,
-    hold_lock,
-    is_current,
-    load_entries,
-    save_entries,
-)
 from horovod_train.errors import UserError
 from horovod_train.output.console import track
+from horovod_train.output.files import open_atomically
+from horovod_train.output.removal import Artifact
 
+BLOCK_RECORDS = 256
+BLOCK_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+_SHORT = 1 << 14  # bytes; between longer records, only headers are read
+_CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut off at the end of the file
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
 _REMOTE_SCANS = 8  # remote files scanned at the same time; each keeps a few MiB in memory
+
+DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
+"""Pattern of an index that is being written."""
+_FORMAT = 2
+_TEXTS = ("name", "packing", "digest", "problem")
+_NUMBERS = ("size", "mtime_ns")
+
+
+class ScannedFile(NamedTuple):
+    """A file as it was when it was scanned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    """As in storage.Stamp."""
+    packing: str
+    """ "", "GZIP" or "ZLIB"."""
+    digest: str
+    """128 bits in hex, of the length and the stored checksum of every record in its `Extents`."""
+    problem: str
+    """Why nothing after those blocks is read: which record, at which byte; "" for a complete file."""
+
+
+class Extents(NamedTuple):
+    """The blocks of one file, int64 arrays: first byte, bytes, records. In a packed file, bytes once it is unpacked."""
+
+    offset: np.ndarray
+    length: np.ndarray
+    records: np.ndarray
+
+
+Entries = dict[str, tuple[ScannedFile, Extents]]
+"""By the file's name within its folder."""
+
+_Blocks = tuple[Extents, str, str]
+"""The blocks of a file, their digest, and why nothing after them is read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +105,14 @@ def open_index(files: Sequence[str], index_dir: str | None = None, storage: Stor
 
     Raises UserError for a file that cannot be read, or that two of the paths lead to.
     """
-    stamps = _stamps(files, storage)
+
+    def stamp_of(name: str) -> Stamp | None:
+        try:
+            return storage.stamp(name)
+        except OSError:
+            return None  # scanning it says why
+
+    stamps = {name: stamp for name, stamp in zip(files, map_paths(stamp_of, files), strict=True) if stamp is not None}
     check_different({name: stamp} for name, stamp in stamps.items())
     by_folder: dict[str, list[str]] = {}
     for name in files:
@@ -92,22 +135,6 @@ def write_index(folder: str, names: Iterable[str]) -> int:
     return int(sum(extents.records.sum() for _, extents in entries.values()))
 
 
-def _stamps(names: Sequence[str], storage: Storage) -> Stamps:
-    """Return the stamps of the files that have one."""
-    stamps = map_paths(lambda name: _stamp(name, storage), names)
-    return {name: stamp for name, stamp in zip(names, stamps, strict=True) if stamp is not None}
-
-
-def _stamp(name: str, storage: Storage) -> Stamp | None:
-    try:
-        return storage.stamp(name)
-    except OSError:
-        return None  # scanning it says why
-
-
-# --- caching ----------------------------------------------------------------------------------------------------
-
-
 def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: Storage) -> Entries:
     """Return the entries of the files of one folder. places: the paths at which its index may be."""
     folder = os.path.dirname(names[0])
@@ -120,15 +147,14 @@ def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: 
         if stale:
             current.update(_scan_all(stale, stamps, storage))
             listed = set(storage.names(folder)) if is_remote(folder) else None
-            entries = {base: entry for base, entry in stored.items() if _exists(folder, base, listed)}
+            entries = {
+                base: entry
+                for base, entry in stored.items()
+                if (os.path.exists(os.path.join(folder, base)) if listed is None else base in listed)
+            }
             entries.update({os.path.basename(name): entry for name, entry in current.items()})
             save_to_first(places, partial(save_entries, entries=entries))
     return current
-
-
-def _exists(folder: str, base: str, listed: set[str] | None) -> bool:
-    """Return whether a folder has a file. listed: the names in a remote folder."""
-    return os.path.exists(os.path.join(folder, base)) if listed is None else base in listed
 
 
 def _load(places: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
@@ -140,39 +166,28 @@ def _load(places: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple
         stored.update(entries)
         for name in names:
             entry = entries.get(os.path.basename(name))
-            if entry and name in stamps and is_current(entry[0], stamps[name]):
+            if entry and name in stamps and stamps[name][:2] == (entry[0].size, entry[0].mtime_ns):
                 current[name] = entry[0]._replace(path=name), entry[1]
     return stored, current
 
 
+# --- scanning ---------------------------------------------------------------------------------------------------
+
+
 def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries:
     size = sum(stamps[name].size for name in names if name in stamps)
+    workers = min(len(names), len(os.sched_getaffinity(0)))
+    executor: Executor
     if any(map(is_remote, names)):
-        executor: Executor = ThreadPoolExecutor(_REMOTE_SCANS)
-        scans = executor.map(lambda name: scan(name, storage), names)
+        executor = ThreadPoolExecutor(_REMOTE_SCANS)
+        scans = executor.map(partial(scan, storage=storage), names)
     else:
-        executor = _executor(len(names), size)
+        is_worth_it = workers > 1 and size > _MANY_BYTES
+        spawn = multiprocessing.get_context("spawn")
+        executor = ProcessPoolExecutor(workers, mp_context=spawn) if is_worth_it else ThreadPoolExecutor(workers)
         scans = executor.map(scan, names)
     with executor:
         return dict(zip(names, track(scans, len(names), "indexing"), strict=True))
-
-
-def _executor(files: int, size: int) -> Executor:
-    workers = min(files, len(os.sched_getaffinity(0)))
-    if workers > 1 and size > _MANY_BYTES:
-        return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    return ThreadPoolExecutor(workers)
-
-
-BLOCK_RECORDS = 256
-BLOCK_BYTES = 1 << 20
-_DIGEST_BYTES = 16
-_SHORT = 1 << 14  # bytes; between longer records, only headers are read
-_CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut off at the end of the file
-
-
-_Blocks = tuple[Extents, str, str]
-"""The blocks of a file, their digest, and why nothing after them is read."""
 
 
 def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
@@ -199,7 +214,7 @@ def _scan_packed(path: str, packing: str, storage: Storage) -> _Blocks:
         except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
             return Extents(*np.zeros((3, 0), np.int64)), "", str(error).removeprefix(f"{path}: ")
         unpacked.flush()
-        extents, digest, problem = _scan_blocks(functools.partial(os.pread, unpacked.fileno()), size)
+        extents, digest, problem = _scan_blocks(partial(os.pread, unpacked.fileno()), size)
     return extents, digest, problem if size else "holds no records once unpacked. Remove it or write it again."
 
 
@@ -278,3 +293,65 @@ def unpack(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[byte
         raise UserError(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
     if not decoder.eof:
         raise UserError(f"{path}: the {packing} file ends early, after {written} unpacked bytes. Write it again.")
+
+
+# --- the file ---------------------------------------------------------------------------------------------------
+
+
+def _is_index(path: Path) -> bool:
+    """Check the content, because other programs also write files named index.npz. A broken file is not removed."""
+    if path.name != INDEX_NAME or not path.stat().st_size:
+        return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            arrays = {name.removesuffix(".npy") for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError):
+        return False
+    return {"format", "blocks", "packing", *Extents._fields} <= arrays
+
+
+_INDEX = Artifact("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", content_matches=_is_index)
+
+
+def load_entries(place: Path) -> Entries:
+    try:
+        with np.load(place, allow_pickle=False) as saved:
+            return _unpack({key: saved[key] for key in saved.files})
+    except Exception:  # a damaged zip file raises nearly any error; the files are then scanned again
+        return {}
+
+
+def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
+    if int(arrays["format"]) != _FORMAT:
+        return {}
+    edges = np.cumsum(arrays["blocks"])[:-1]
+    columns = zip(*(np.split(arrays[key], edges) for key in Extents._fields), strict=True)
+    facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _split_texts(arrays[key]) for key in _TEXTS}
+    names = facts.pop("name")
+    rows = zip(*facts.values(), strict=True)
+    return {
+        name: (ScannedFile(path=name, **dict(zip(facts, row, strict=True))), Extents(*column))
+        for name, row, column in zip(names, rows, columns, strict=True)
+    }
+
+
+def save_entries(place: Path, entries: Entries) -> None:
+    names = sorted(entries)
+    files, extents = [entries[name][0] for name in names], [entries[name][1] for name in names]
+    arrays: dict[str, Any] = {key: np.concatenate([getattr(e, key) for e in extents]) for key in Extents._fields}
+    arrays |= {"format": np.array(_FORMAT), "name": _join_texts(names), "blocks": [len(e.records) for e in extents]}
+    arrays |= {key: _join_texts(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
+    arrays |= {key: np.array([getattr(file, key) for file in files], np.int64) for key in _NUMBERS}
+    with open_atomically(place, _INDEX, sync=False) as file:
+        np.savez(file, **arrays)
+
+
+# An array of strings would give each string the size of the longest.
+
+
+def _join_texts(texts: Iterable[str]) -> np.ndarray:
+    return np.frombuffer("\0".join(texts).encode(errors="surrogateescape"), np.uint8)
+
+
+def _split_texts(array: np.ndarray) -> list[str]:
+    return array.tobytes().decode(errors="surrogateescape").split("\0")

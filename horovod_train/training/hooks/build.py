@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from horovod_train.data.audit import Audit
-from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.batch_source import Batch
 from horovod_train.training.fine_tuning import listed
 from horovod_train.training.hooks import Hook, HookFunction, at, every
 from horovod_train.training.hooks.evaluate import build_callback_hooks, end_callbacks, evaluate, is_evaluated

@@ -13,7 +13,7 @@ from typing import Any
 from horovod_train.checkpoint.tensors import Checkpoint
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.training.hooks import Hook, every, raised_as
 from horovod_train.training.run_record import Run

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import suggest
-from horovod_train.data.pipeline.batch_source import Batch, StepSize
+from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.output.tensorboard import PARTS, fold, show_branches

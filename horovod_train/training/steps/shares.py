@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from horovod_train.data.pipeline.batch_source import Batch, StepSize
+from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.allreduce import exchange_name
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.keras_seams import mask_of, take_class

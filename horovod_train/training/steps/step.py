@@ -17,8 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.data.counter_rng import mix
-from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
-from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.batch_source import Batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.keras_seams import method_replaced

@@ -13,7 +13,7 @@ from stepping import build_step
 from uneven import CROSS_ENTROPY, FULL, ROWS, group, rank, size
 
 from horovod_train.config.settings import Config, TrainConfig
-from horovod_train.data.pipeline.batch_source import Batch, Batches
+from horovod_train.data.batch_source import Batch, Batches
 from horovod_train.distributed import consistency
 from horovod_train.errors import RunError
 from horovod_train.training.state import TrainState

@@ -12,7 +12,7 @@ from stepping import build_step
 from uneven import CROSS_ENTROPY, FULL, batches, group, share
 
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import Cursor
+from horovod_train.data.batch_source import Cursor
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import CombineList, EveryStep, Exchanged

@@ -15,7 +15,7 @@ from keras import layers
 from stepping import build_step
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
-from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize
+from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import Batch, StepSize
+from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build import build_state, build_training

@@ -31,7 +31,7 @@ from uneven import (
 )
 
 from horovod_train.config.settings import Config, TrainConfig
-from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.batch_source import Batch
 from horovod_train.optim.lars import LARS
 from horovod_train.training.build import build_evaluation
 from horovod_train.training.compiled import compile_model

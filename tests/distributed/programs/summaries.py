@@ -13,7 +13,7 @@ from facts import leave, rel_error
 from stepping import build_step
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
-from horovod_train.data.pipeline.batch_source import Batch, Batches, StepSize
+from horovod_train.data.batch_source import Batch, Batches, StepSize
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.start import start
 from horovod_train.errors import UserError

@@ -16,7 +16,7 @@ from keras import layers
 from stepping import ANY_SIZE, build_step
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
-from horovod_train.data.pipeline.batch_source import Batch, Batches, StepSize
+from horovod_train.data.batch_source import Batch, Batches, StepSize
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError

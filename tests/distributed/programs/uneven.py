@@ -14,7 +14,7 @@ import tensorflow as tf
 from stepping import ANY_SIZE, build_step
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
-from horovod_train.data.pipeline.batch_source import Batch, Batches, StepSize
+from horovod_train.data.batch_source import Batch, Batches, StepSize
 from horovod_train.distributed.start import start
 from horovod_train.training.steps.step import TrainStep
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, WatchConfig
-from horovod_train.data.pipeline.feed import Feed
+from horovod_train.data.batch_source import Feed
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog

@@ -201,8 +201,8 @@ def test_evaluation_is_that_of_one_process(
     script = f"""
 import keras, tensorflow as tf, user_models
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.pipeline import Ranks
+from horovod_train.data.pipeline import build_pipeline
 from horovod_train.data.dataset import open_records
 keras.utils.set_random_seed(1)
 model = user_models.small()

@@ -18,7 +18,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.tfrecord import index as index_module
-from horovod_train.data.tfrecord.index_file import load_entries
+from horovod_train.data.tfrecord.index import load_entries
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
 

@@ -22,12 +22,13 @@ from made_records import make_images
 
 from horovod_train.checkpoint.layout import count_multiples, count_saves
 from horovod_train.commands import plan
+from horovod_train.commands.check_data import epoch_shares
 from horovod_train.commands.plan import model as plan_model
 from horovod_train.commands.plan.facts import records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.data.dataset import open_records
-from horovod_train.data.sampler import Plan, epoch_shares
+from horovod_train.data.sampler import Plan
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon, build_formula
 

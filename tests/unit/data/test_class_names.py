@@ -10,8 +10,7 @@ from made_records import batches
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.pipeline import Ranks, build_pipeline
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.schema import parse_feature
 from horovod_train.errors import UserError

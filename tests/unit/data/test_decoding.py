@@ -17,10 +17,10 @@ from made_records import as_numpy, batches, config, example, ids, pipeline, writ
 from PIL import Image
 
 from horovod_train.config.settings import Spec
-from horovod_train.data import decoding
+from horovod_train.data import transforms
 from horovod_train.data.augment import Augmentation, random_resized_crop
-from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.schema import Feature, parse_feature
+from horovod_train.data.transforms import ImageChanges, decode_image
 from horovod_train.errors import UserError
 
 HEIGHT, WIDTH = 93, 130
@@ -64,7 +64,7 @@ def decoder(wanted: Feature, *, drawn: bool = False) -> Decode:
         if drawn:
             return decode_image(wanted, file, tf.zeros(0), ImageChanges(lambda size, draws: box))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoding, "_centre_box", lambda feature, size: box)
+            patch.setattr(transforms, "_centre_box", lambda feature, size: box)
             return decode_image(wanted, file, tf.zeros(0), ImageChanges())
 
     return lambda file, box: decode(file, box).numpy()
@@ -334,9 +334,9 @@ import tensorflow as tf
 sys.path.insert(0, "tests")
 from made_records import config
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.batch_source import for_each_batch
-from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.pipeline import Ranks
+from horovod_train.data.batch_source import for_each_batch
+from horovod_train.data.pipeline import build_pipeline
 from horovod_train.errors import UserError
 
 (cpu,) = tf.config.list_physical_devices("CPU")

@@ -16,8 +16,7 @@ from made_stores import write_npy
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Mixed
 from horovod_train.data.dataset import Split, open_records
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError
 

@@ -21,13 +21,20 @@ from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
-from horovod_train.data.files import INDEX_NAME, list_files, paths_beside, save_to_first
+from horovod_train.data.files import INDEX_NAME, hold_lock, list_files, paths_beside, save_to_first
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import split_records
 from horovod_train.data.tfrecord import index as index_module
-from horovod_train.data.tfrecord import index_file
-from horovod_train.data.tfrecord.index import BLOCK_BYTES, BLOCK_RECORDS, Index, open_index, scan
-from horovod_train.data.tfrecord.index_file import Entries, hold_lock, load_entries, save_entries
+from horovod_train.data.tfrecord.index import (
+    BLOCK_BYTES,
+    BLOCK_RECORDS,
+    Entries,
+    Index,
+    load_entries,
+    open_index,
+    save_entries,
+    scan,
+)
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
@@ -198,7 +205,7 @@ def test_an_index_of_another_format_is_made_again(
 ) -> None:
     folder = make_images(tmp_path / "train")
     with monkeypatch.context() as earlier:
-        earlier.setattr(index_file, "_FORMAT", 1)
+        earlier.setattr(index_module, "_FORMAT", 1)
         open_records(config(folder), "train")
     open_records(config(folder), "train")
     open_records(config(folder), "train")

@@ -14,8 +14,7 @@ from PIL import Image
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.loader import Ranks, bytes_to_cache, check_room_to_cache
-from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline, bytes_to_cache, check_room_to_cache
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -80,7 +79,7 @@ def test_whatever_fails_between_loader_and_queue_is_what_the_reader_is_told(imag
 def test_records_keep_their_order_however_many_are_parsed_at_the_same_time(
     images: Path, parse: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horovod_train.data.pipeline.loader._CHUNK_RECORDS", 8)
+    monkeypatch.setattr("horovod_train.data.pipeline._CHUNK_RECORDS", 8)
     names = {"parse": parse, "inputs": ("label",)} if parse else {}
     one, ten = (batches(pipeline(config(images, parallel_parse_calls=calls, **names)), epochs=3) for calls in (1, 10))
     assert len(one) == len(ten) == 27
@@ -103,7 +102,7 @@ def test_as_many_chunks_are_parsed_at_the_same_time_as_the_setting_says(
     """Each call waits for the others: with fewer at the same time none would end."""
     import threading
 
-    monkeypatch.setattr("horovod_train.data.pipeline.loader._CHUNK_RECORDS", 8)
+    monkeypatch.setattr("horovod_train.data.pipeline._CHUNK_RECORDS", 8)
     made = pipeline(config(images, parallel_parse_calls=4, drop_remainder=True))
     all_there, parse = threading.Barrier(4, timeout=300), made._loader.parse
 

@@ -18,12 +18,11 @@ from made_records import batches, config, ids, make_images, pipeline
 from memory_store import called_before_reads
 
 from horovod_train.config.loader import load
-from horovod_train.data import retries
+from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.files import INDEX_NAME, paths_beside
-from horovod_train.data.retries import Retries
-from horovod_train.data.storage import Storage
-from horovod_train.data.tfrecord.index_file import load_entries
+from horovod_train.data.storage import Retries, Storage
+from horovod_train.data.tfrecord.index import load_entries
 from horovod_train.errors import UserError
 
 NUMBERS = itertools.count()
@@ -175,7 +174,7 @@ def failing(times: int, error: Callable[[], Exception], only: str = ".tfrecord")
 def test_requests_that_fail_are_repeated(
     store: Store, tmp_path: Path, asked: list[Callable[[str], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
     expected = batches(pipeline(data(store, tmp_path)))
     asked.append(failing(9, lambda: OSError(errno.EIO, "500")))
     assert same(batches(pipeline(data(store, tmp_path))), expected)
@@ -235,8 +234,8 @@ def test_when_one_thread_has_given_up_the_others_do_not_wait(said: list[str]) ->
 
 
 def test_an_outage_is_logged_once_and_so_is_its_end(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "_QUIET_S", 0.0)
-    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "_QUIET_S", 0.0)
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
     kept, answers = Retries(60), iter([OSError("gone")] * 5 + [None])
 
     def answer() -> None:
@@ -270,7 +269,7 @@ Refused: type[Exception] = type("EndpointConnectionError", (type("ConnectionErro
     ],
 )
 def test_which_failures_may_pass(error: Exception, may_pass: bool) -> None:
-    assert retries.may_pass(error) is may_pass
+    assert storage.may_pass(error) is may_pass
 
 
 def test_a_file_that_changes_is_noticed_when_it_is_first_read(store: Store, tmp_path: Path) -> None:

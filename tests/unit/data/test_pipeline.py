@@ -30,8 +30,8 @@ from made_records import (
 from PIL import Image
 
 from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.data.batch_source import StepSize
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.errors import UserError
 
 RECORDS = 70

@@ -24,11 +24,10 @@ from PIL import Image
 
 from horovod_train.data import prepare
 from horovod_train.data.dataset import open_records
+from horovod_train.data.files import hold_lock
 from horovod_train.data.prepare import digits, writing
-from horovod_train.data.prepare.digits import load_digits
-from horovod_train.data.prepare.idx import IMAGE_SCHEMA, load_idx
-from horovod_train.data.prepare.mlp_samples import make_samples
-from horovod_train.data.tfrecord.index_file import hold_lock
+from horovod_train.data.prepare.digits import IMAGE_SCHEMA, load_digits, load_idx
+from horovod_train.data.prepare.samples import make_mlp_samples
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -120,11 +119,11 @@ def test_made_samples_follow_a_rule_of_their_seed(tmp_path: Path) -> None:
     train = values(tmp_path / "out")
     assert len(train) == 300
     assert train[0][0].dtype == train[0][1].dtype == np.float32
-    samples, labels = make_samples(350, 1)
+    samples, labels = make_mlp_samples(350, 1)
     rule = {tuple(sample): label for sample, label in zip(samples.tolist(), labels.tolist(), strict=True)}
     assert all(rule[tuple(int(value) for value in sample)] == label for sample, label in train.values())
     assert 0.3 < labels.mean() < 0.7
-    assert not np.array_equal(labels, make_samples(350, 2)[1])
+    assert not np.array_equal(labels, make_mlp_samples(350, 2)[1])
 
 
 def test_arrays_become_records(tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_processes_that_make_one_dataset_together_leave_one(
 
     def read() -> tuple[writing.Splits, writing.Encode]:
         reads.append(barrier.wait(timeout=60))
-        return digits._records(writing.DEFAULT_SEED)
+        return digits._digits(writing.DEFAULT_SEED)
 
     out = tmp_path / "cache" / "digits"
     with ThreadPoolExecutor(3) as threads:

@@ -30,8 +30,8 @@ from user_sources import RECORDS, row
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.pipeline import Pipeline
-from horovod_train.data.random_access.formats.arrow import ParquetFile
+from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.random_access.arrow import ParquetFile
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 

@@ -11,9 +11,9 @@ import pytest
 from made_records import config, make_images
 
 from horovod_train.commands.bench.pipelines import DelayedSource
+from horovod_train.data.batch_source import StepRange
 from horovod_train.data.dataset import build_plan, open_records
-from horovod_train.data.pipeline.batch_source import StepRange
-from horovod_train.data.pipeline.loader import Loader, Ranks
+from horovod_train.data.pipeline import Loader, Ranks
 from horovod_train.data.source import LoadBlock, LoadedBlock, RecordSource
 
 SHARDS = (20,) * 30

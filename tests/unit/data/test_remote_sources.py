@@ -22,9 +22,9 @@ from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hugging_f
 from memory_store import called_before_reads
 from user_sources import RECORDS, row
 
-from horovod_train.data import remote_file, retries
+from horovod_train.data import remote_file, storage
 from horovod_train.data.dataset import open_records
-from horovod_train.data.random_access.formats import hdf5
+from horovod_train.data.random_access import hdf5
 from horovod_train.data.remote_file import Pages, RemoteFile
 from horovod_train.data.storage import Storage
 from horovod_train.data.validation import check_split
@@ -169,7 +169,7 @@ def test_a_process_that_leaves_a_file_open_ends_well(tmp_path: Path) -> None:
     path = WRITERS["hdf5"](tmp_path, ARRAYS)
     program = (
         "import fsspec, sys\n"
-        "from horovod_train.data.random_access.formats.hdf5 import HDF5File\n"
+        "from horovod_train.data.random_access.hdf5 import HDF5File\n"
         "from horovod_train.data.random_access.store import Request\n"
         "fsspec.filesystem('memory').pipe('memory://b/a.h5', open(sys.argv[1], 'rb').read())\n"
         "store = HDF5File('memory://b/a.h5', Request())\n"
@@ -202,7 +202,7 @@ def test_rows_know_where_they_are_in_the_file(tmp_path: Path) -> None:
 def test_requests_that_fail_are_repeated_and_end_the_reading_in_one_line(
     form: str, tmp_path: Path, asked: list[Callable[[str], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(remote_file, "_PAGE", 1000)  # the files are small
     url = put(WRITERS[form](tmp_path, {"x": np.random.default_rng(1).random((400, 50)), "y": np.arange(400)}))
     expected = batches(pipeline(remote(tmp_path, url)))

@@ -13,7 +13,7 @@ from made_records import NumpyBatch, batches, config, example, ids, pipeline, wr
 from PIL import Image
 
 from horovod_train.config.settings import Spec
-from horovod_train.data.pipeline.pipeline import Pipeline
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import parse_feature
 from horovod_train.errors import UserError
 

@@ -16,7 +16,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start, audit
 from horovod_train.data.dataset import SOURCES, open_records
 from horovod_train.data.parsing import SchemaParser
-from horovod_train.data.pipeline.pipeline import Pipeline
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, split_records
 from horovod_train.data.validation import check_split

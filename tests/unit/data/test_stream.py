@@ -12,8 +12,8 @@ from made_records import as_numpy
 
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.stream import Stream, StreamPipeline, open_stream
+from horovod_train.data.pipeline import Ranks
+from horovod_train.data.stream import Stream, StreamPipeline, open_stream
 from horovod_train.errors import UserError
 
 

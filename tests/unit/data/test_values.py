@@ -11,7 +11,7 @@ from made_records import config, make_images, pipeline
 from made_stores import WRITERS
 
 from horovod_train.data.dataset import open_records
-from horovod_train.data.prepare.csv_table import load_table
+from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 

@@ -16,8 +16,7 @@ from made_stores import WRITERS
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import open_records, with_inputs_of
-from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.pipeline import build_pipeline
+from horovod_train.data.pipeline import Ranks, build_pipeline
 from horovod_train.errors import UserError
 
 ROWS = 20

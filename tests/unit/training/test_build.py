@@ -14,7 +14,7 @@ from made_records import make_images, pipeline
 
 from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.pipeline import Pipeline
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon

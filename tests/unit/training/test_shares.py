@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.data.pipeline.batch_source import Batch, StepSize
+from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.training.steps.shares import Part, Shares, parts_of
 

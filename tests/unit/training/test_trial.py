@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import Config, LossSpec, ModelSpec
-from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 from horovod_train.training.compiled import compile_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, for_each_batch
+from horovod_train.data.batch_source import Batch, Batches, Cursor, for_each_batch
 
 ROWS = 2
 

@@ -1,13 +1,20 @@
 """What training gets of its data: a batch for each step, cut out of chunks, from a BatchSource.
 
-A chunk is the tensors of several steps, because passing on each batch would cost more than a step. Sources of batches
-are in pipeline and stream.
+A chunk is the tensors of several steps, because passing on each batch would cost more than a step. A Python thread
+feeds chunks into a TensorFlow queue. tf.data could call Python itself (from_generator, numpy_function), but its threads
+would then wait for an interpreter that is shutting down, and the process would never end. Here TensorFlow never enters
+Python.
+
+Sources of batches are in pipeline and stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +24,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.pipeline.feed import Feed
 from horovod_train.data.subsets import DataSet
 from horovod_train.errors import UserError
 
+HOST = "CPU:0"
+"""The device on which data are read and decoded."""
+_BATCHES_ON_DEVICE = 1
+"""Batches that wait on the device of the steps, if it is not the host: device memory is scarce."""
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+"""What TensorFlow says on a CPU of a label for which a model has no output."""
 
 
 class Batch(NamedTuple):
@@ -44,11 +56,6 @@ class Batch(NamedTuple):
     def real(self) -> tf.Tensor:
         """float32 [rows]: 1 for a record, whatever its weight, 0 for padding and skipped records."""
         return tf.cast(self.ids >= 0, tf.float32)
-
-
-def spec_of_batch(chunks: tf.data.Dataset) -> Batch:
-    """Return the specs of the batches in such a dataset; see BatchSource.chunks."""
-    return tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), chunks.element_spec)
 
 
 def pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:
@@ -167,10 +174,6 @@ def _batch_at(chunk: Batch, step: tf.Tensor) -> Batch:
     return tf.nest.map_structure(lambda values: values[step], chunk)
 
 
-_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
-"""What TensorFlow says on a CPU of a label for which a model has no output."""
-
-
 class StepRange(NamedTuple):
     """Steps [first, last) of an epoch."""
 
@@ -209,7 +212,7 @@ class BatchSource(ABC):
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from."""
     files: str
-    """The parts as identity.pack packs them; "" if there are none."""
+    """The parts as source.pack packs them; "" if there are none."""
     order_settings: str
     """The settings on which the order of the records depends, for messages."""
     _failure: Exception | None = None
@@ -235,7 +238,8 @@ class BatchSource(ABC):
 
     @cached_property
     def element_spec(self) -> Batch:
-        return spec_of_batch(self._dataset(Feed(iter(()), self._specs, self._set_failure).dataset(0)))
+        chunks = self._dataset(Feed(iter(()), self._specs, self._set_failure).dataset(0))
+        return tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), chunks.element_spec)
 
     @property
     @abstractmethod
@@ -261,9 +265,9 @@ class BatchSource(ABC):
     def count(self, step: int) -> int:
         """Return the number of records over all ranks in a step of an epoch, counted from 0."""
 
-    @abstractmethod
     def size_of(self, step: int) -> StepSize:
         """Return the size of a step of an epoch, counted from 0."""
+        return StepSize(None, False)
 
     def same_size_until(self, step: int, first: int, last: int) -> int:
         """Return the last of the steps first + 1 … last of a run such that all up to it have one size.
@@ -276,23 +280,30 @@ class BatchSource(ABC):
                 return first + ahead
         return last
 
-    @abstractmethod
     def scaled(self, batch: Batch) -> Batch:
         """Return the batch as the model gets it: cast, scaled and offset.
 
         Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
         """
+        return batch
 
     @property
-    @abstractmethod
     def skipped(self) -> int:
         """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
+        return 0
 
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):
             return None
-        return self._failure or _explain_label(str(error.message))
+        label = _LABEL.search(str(error.message))
+        if self._failure is not None or label is None:
+            return self._failure
+        return UserError(
+            f"data.targets: a record has the label {label[1]}; the model has outputs for labels from 0 to "
+            f"{int(label[2]) - 1}. Build the model with more outputs, or correct the records: check-data counts their "
+            "labels, and with classes of a feature in data.features it names the records."
+        )
 
     def name_record(self, record: int, problem: str) -> str:
         """Return a sentence with the place of a record and what is wrong with it."""
@@ -321,13 +332,62 @@ class BatchSource(ABC):
             raise self.explain(error) or error from error
 
 
-def _explain_label(text: str) -> UserError | None:
-    """Return the failure behind an error of TensorFlow about a label; None if it is about something else."""
-    match = _LABEL.search(text)
-    if match is None:
-        return None
-    return UserError(
-        f"data.targets: a record has the label {match[1]}; the model has outputs for labels from 0 to "
-        f"{int(match[2]) - 1}. Build the model with more outputs, or correct the records: check-data counts their "
-        "labels, and with classes of a feature in data.features it names the records."
-    )
+class Feed:
+    """Enqueues the iterator's items, one item ahead. When the iterator ends or raises, the queue is closed."""
+
+    def __init__(
+        self,
+        items: Iterator[Sequence[np.ndarray | tf.Tensor]],
+        specs: Sequence[tf.TensorSpec],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """Call `on_failure` with the error if the items end early; the reader of the queue only sees that it is closed.
+
+        specs: of what each item holds.
+        """
+        self._items, self._specs, self._on_failure = items, specs, on_failure
+        with tf.device("cpu:0"):
+            self.queue = tf.queue.FIFOQueue(1, [spec.dtype for spec in specs])
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    def dataset(self, items: int) -> tf.data.Dataset:
+        """Return this many items as elements; -1 for all. The thread ends with the dataset. Starts nothing."""
+        data = tf.data.Dataset.range(2**62 if items < 0 else items)
+        data = data.map(tf.autograph.experimental.do_not_convert(self._dequeue))
+        # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
+        weakref.finalize(data, self.stop)
+        return data
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, even in the middle of an item. Safe to call at any time."""
+        self.queue.close(cancel_pending_enqueues=True)
+
+    def _run(self) -> None:
+        with contextlib.suppress(tf.errors.CancelledError):  # stopped
+            try:
+                with tf.device("cpu:0"):
+                    for item in self._items:
+                        self.queue.enqueue(item)
+            except tf.errors.CancelledError:
+                raise
+            except Exception as error:
+                self._on_failure(error)
+            finally:
+                self.queue.close()
+
+    def _dequeue(self, _: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        values = self.queue.dequeue()
+        for value, spec in zip(values, self._specs, strict=True):
+            value.set_shape(spec.shape)
+        return tuple(values)
+
+
+def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
+    """Return the batches on a device: the next batch is copied there while a step runs."""
+    is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
+    if device == HOST or is_text:  # other devices cannot hold strings
+        return data
+    return data.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_ON_DEVICE))

@@ -20,9 +20,8 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.pipeline.batch_source import Batch, BatchSource, StepRange, StepSize
-from horovod_train.data.pipeline.feed import prefetch_to
-from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.batch_source import Batch, BatchSource, StepRange, prefetch_to
+from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
 
@@ -30,6 +29,8 @@ _CHUNK_RECORDS = 1024
 """Most records that go from Python into TensorFlow at the same time."""
 _CHUNK_BYTES = 16 << 20
 """Most bytes of them, unless a single step has more."""
+WHERE = "data.dataset"
+_COUNT_BATCH = 1024
 
 
 class StreamPipeline(BatchSource):
@@ -52,14 +53,8 @@ class StreamPipeline(BatchSource):
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
         self.order_settings = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
-        facts = [
-            stream.spec.name,
-            stream.spec.options,
-            stream.seed,
-            ranks.size,
-            self.global_batch_size,
-            steps_per_epoch,
-        ]
+        spec = stream.spec
+        facts = [spec.name, spec.options, stream.seed, ranks.size, self.global_batch_size, steps_per_epoch]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
         record_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._leaves)
         records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
@@ -72,16 +67,6 @@ class StreamPipeline(BatchSource):
             return self.global_batch_size
         return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
 
-    def size_of(self, step: int) -> StepSize:
-        return StepSize(None, False)
-
-    def scaled(self, batch: Batch) -> Batch:
-        return batch
-
-    @property
-    def skipped(self) -> int:
-        return 0
-
     def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         for epoch, epoch_ranges in itertools.groupby(ranges, lambda steps: steps.epoch):
             yield from self._load_epoch(epoch, list(epoch_ranges))
@@ -89,43 +74,37 @@ class StreamPipeline(BatchSource):
     def _load_epoch(self, epoch: int, ranges: Sequence[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         """Yield the chunks of an epoch: leaves, weights, ids, counts, each [steps, …]."""
         rows, first_step = self.batch_size_per_rank, ranges[0].first
+        zeros = [tf.zeros([1, *spec.shape], spec.dtype) for spec in self._leaves]
+
+        def leaves_of(block: Any) -> list[tf.Tensor]:
+            return [leaf[:0] for leaf in zeros] if block is None else tf.nest.flatten(block)
+
         with self._stream.explaining(epoch):
             records = self._stream.dataset(epoch)
-            filler = self._filler(records) if first_step else None
+            first_record = leaves_of(next(iter(records.take(1).batch(1)), None)) if first_step else []
             blocks = iter(records.skip(first_step * rows).batch(self.steps_per_chunk * rows).prefetch(1))
             for _, first, last in ranges:
-                block = next(blocks, None)
-                leaves = None if block is None else tf.nest.flatten(block)
-                if filler is None:
-                    filler = self._zeros() if leaves is None else [leaf[:1] for leaf in leaves]
-                num_rows = 0 if leaves is None else int(leaves[-1].shape[0])
-                if leaves is not None:
-                    self._check_weights(leaves[-1], epoch)
-                if self._lengths is not None and last == self.steps_per_epoch:
-                    self._check_is_last(num_rows <= (last - first) * rows and next(blocks, None) is None, epoch)
-                yield self._pad(leaves, filler, first, last - first)
-
-    def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
-        bad = tf.boolean_mask(weights, ~(tf.math.is_finite(weights) & (weights >= 0)))
-        if int(tf.size(bad)):
-            raise UserError(
-                f"{WHERE}: {self._stream.name(epoch)}: expected weights of 0 or more; received {float(bad[0]):g}."
-            )
-
-    def _check_is_last(self, is_last: bool, epoch: int) -> None:
-        if not is_last:
-            raise UserError(
-                f"{WHERE}: {self._stream.name(epoch)} gives more records than an epoch has room for: "
-                f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
-            )
+                leaves, room = leaves_of(next(blocks, None)), (last - first) * rows
+                first_record = first_record or [leaf[:1] for leaf in leaves]
+                bad = tf.boolean_mask(leaves[-1], ~(tf.math.is_finite(leaves[-1]) & (leaves[-1] >= 0)))
+                if int(tf.size(bad)):
+                    name = self._stream.name(epoch)
+                    raise UserError(f"{WHERE}: {name}: expected weights of 0 or more; received {float(bad[0]):g}.")
+                is_end = self._lengths is not None and last == self.steps_per_epoch
+                if is_end and (int(leaves[-1].shape[0]) > room or next(blocks, None) is not None):
+                    raise UserError(
+                        f"{WHERE}: {self._stream.name(epoch)} gives more records than an epoch has room for: "
+                        f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
+                    )
+                filler = first_record if first_record[-1].shape[0] else zeros
+                yield self._pad([leaf[:room] for leaf in leaves], filler, first, last - first)
 
     def _pad(
-        self, leaves: list[tf.Tensor] | None, filler: list[tf.Tensor], first_step: int, steps: int
+        self, leaves: list[tf.Tensor], filler: list[tf.Tensor], first_step: int, steps: int
     ) -> list[np.ndarray | tf.Tensor]:
+        """Return a chunk. filler: the leaves of one row, which rows without a record repeat."""
         ranks, rows = self._stream.ranks, self.batch_size_per_rank
-        room = steps * rows
-        leaves = [leaf[:0] for leaf in filler] if leaves is None else [leaf[:room] for leaf in leaves]
-        num_rows = int(leaves[-1].shape[0])
+        room, num_rows = steps * rows, int(leaves[-1].shape[0])
         full = [
             tf.concat([leaf, tf.repeat(fill, room - num_rows, axis=0)], 0) if num_rows < room else leaf
             for leaf, fill in zip(leaves, filler, strict=True)
@@ -136,17 +115,6 @@ class StreamPipeline(BatchSource):
         full[-1] = tf.where(real, full[-1], 0.0)
         counts = tf.constant([self.count(step) for step in range(first_step, first_step + steps)], tf.int64)
         return [*(tf.reshape(values, [steps, rows, *values.shape[1:]]) for values in (*full, ids)), counts]
-
-    def _filler(self, records: tf.data.Dataset) -> list[tf.Tensor]:
-        """Return the leaves of the epoch's first record, each with one row."""
-        first = next(iter(records.take(1).batch(1)), None)
-        return self._zeros() if first is None else tf.nest.flatten(first)
-
-    def _zeros(self) -> list[tf.Tensor]:
-        return [
-            tf.zeros([1, *spec.shape], spec.dtype) if spec.dtype != tf.string else tf.fill([1, *spec.shape], "")
-            for spec in self._leaves
-        ]
 
     @property
     def _leaves(self) -> list[tf.TensorSpec]:
@@ -167,10 +135,6 @@ class StreamPipeline(BatchSource):
         *leaves, weights, ids, count = values
         inputs, targets = tf.nest.pack_sequence_as(self._stream.elements[:2], leaves)
         return Batch(inputs, targets, weights, ids, count)
-
-
-WHERE = "data.dataset"
-_COUNT_BATCH = 1024
 
 
 def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import example, image_record
 
-from horovod_train.data.fixed_layout import FixedLayout, NotPlain
-from horovod_train.data.parsing import SchemaParser
+from horovod_train.data.parsing import FixedLayout, NotPlain, SchemaParser
 from horovod_train.data.schema import Feature
 
 FEATURES = {

@@ -1,8 +1,12 @@
-"""Parquet and Arrow files: each column is a feature. Reads row groups, or record batches, whole. Uses pyarrow."""
+"""Parquet and Arrow files, and datasets of Hugging Face as `save_to_disk` writes them: each column is a feature.
+
+Reads row groups, or record batches, whole. Uses pyarrow, and datasets for those of Hugging Face.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +14,18 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
-from horovod_train.data.random_access.store import FileStore, Request, UnreadableFrom, blocks_of, objects
+from horovod_train.data.random_access.store import (
+    FileStore,
+    Request,
+    UnreadableFrom,
+    blocks_of,
+    check_local,
+    even_blocks,
+    objects,
+)
 from horovod_train.data.remote_file import Pages, RemoteFile
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError, one_line
 
 
@@ -204,7 +217,8 @@ def _to_array(column: Any) -> np.ndarray:
         values[column.is_valid().to_numpy(zero_copy_only=False)] = objects(list(_to_array(column.drop_null())))
         return values
     if arrow.types.is_fixed_size_list(kind):
-        return _to_array(column.flatten()).reshape(len(column), kind.list_size, *_inner_shape(kind.value_type))
+        values = _to_array(column.flatten())
+        return values.reshape(len(column), kind.list_size, *values.shape[1:])
     if arrow.types.is_list(kind) or arrow.types.is_large_list(kind):
         values = _to_array(column.flatten())
         ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
@@ -212,6 +226,43 @@ def _to_array(column: Any) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False)
 
 
-def _inner_shape(kind: Any) -> tuple[int, ...]:
-    types = _pyarrow().types
-    return (kind.list_size, *_inner_shape(kind.value_type)) if types.is_fixed_size_list(kind) else ()
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+class HuggingFaceFolder(FileStore):
+    """The records of one split. A Store."""
+
+    def __init__(self, path: str, request: Request) -> None:
+        """Raises UserError for a folder of several splits, and for columns of a type that has no tensor."""
+        check_local(path, request.setting, "Hugging Face's datasets")
+        if os.path.exists(os.path.join(path, _SPLITS)):
+            splits = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+            raise UserError(
+                f"{request.setting}: {path} holds the splits {', '.join(splits)}. Name one of their folders."
+            )
+        datasets = import_extra("datasets", "huggingface", f"{request.setting}: {path}")
+        try:
+            dataset = datasets.load_from_disk(path)
+        except Exception as error:  # datasets and pyarrow raise whatever damaged files lead to
+            raise UserError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
+        self._names = request.choose(dataset.column_names, path)
+        self._dataset = dataset.select_columns(self._names).with_format("arrow")
+        check_types(dataset.features.arrow_schema, self._names, path)
+        super().__init__(path, sorted(file["filename"] for file in dataset.cache_files))
+        self.defaults = {name: _defaults(dataset.features[name], datasets) for name in self._names}
+        self.blocks = even_blocks(len(dataset), self.size)
+
+    def read(self, first: int, last: int) -> Arrays:
+        for path in self._stamps.stamps:
+            self._stamps.check(path)
+        return to_arrays(self._dataset[first:last])
+
+
+def is_hugging_face_folder(path: str, storage: Storage) -> bool:
+    return not {_STATE, _SPLITS}.isdisjoint(storage.names(path))
+
+
+def _defaults(feature: Any, datasets: Any) -> dict[str, Any]:
+    if isinstance(feature, datasets.ClassLabel):
+        return {"classes": feature.num_classes}
+    return {"decode": "image"} if isinstance(feature, datasets.Image) else {}

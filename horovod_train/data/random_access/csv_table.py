@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 
-from horovod_train.data.prepare.csv_table import load_table
-from horovod_train.data.random_access.formats.images import read_file
+from horovod_train.data.prepare.tables import load_table
+from horovod_train.data.random_access.images import read_file
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
@@ -27,7 +27,14 @@ class CSVTable(FileStore):
         if self._images:
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
-            self._columns[name] = _find_images(path, name, self._columns[name])
+            column = self._columns[name]
+            if column.dtype.kind != "U":
+                raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
+            paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
+            for record, file in enumerate(paths):
+                if not os.path.isfile(file):
+                    raise UserError(f"{path}: record {record}: {name}: {file} does not exist.")
+            self._columns[name] = np.array(paths)
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
         records = len(next(iter(table.values())))
@@ -37,23 +44,11 @@ class CSVTable(FileStore):
             self.blocks = even_blocks(records, sum(column.nbytes for column in self._columns.values()))
 
     def read(self, first: int, last: int) -> Arrays:
-        return {name: self._read(name, first, last) for name in self._columns}
+        arrays = {name: column[first:last] for name, column in self._columns.items()}
+        for name in self._images:
+            arrays[name] = objects([read_file(file, self._stamps) for file in arrays[name]])
+        return arrays
 
     def name(self, record: int) -> str:
         files = ", ".join(str(self._columns[name][record]) for name in self._images)
         return f"{super().name(record)}{files and f' ({files})'}"
-
-    def _read(self, name: str, first: int, last: int) -> np.ndarray:
-        values = self._columns[name][first:last]
-        return objects([read_file(file, self._stamps) for file in values]) if name in self._images else values
-
-
-def _find_images(path: str, name: str, column: np.ndarray) -> np.ndarray:
-    """Return the paths that a column names."""
-    if column.dtype.kind != "U":
-        raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
-    paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
-    for record, file in enumerate(paths):
-        if not os.path.isfile(file):
-            raise UserError(f"{path}: record {record}: {name}: {file} does not exist.")
-    return np.array(paths)

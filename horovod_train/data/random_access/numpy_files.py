@@ -76,7 +76,10 @@ class NumpyArrays(FileStore):
     def read(self, first: int, last: int) -> Arrays:
         for path in self._stamps.stamps:
             self._stamps.check(path)
-        return {name: _read(array, first, last) for name, array in self._arrays.items()}
+        return {
+            name: array.read(first, last) if isinstance(array, _Rows) else array[first:last]
+            for name, array in self._arrays.items()
+        }
 
 
 def refuse_one_array(path: str, request: Request) -> NumpyArrays:
@@ -87,10 +90,6 @@ def refuse_one_array(path: str, request: Request) -> NumpyArrays:
 
 def is_numpy_folder(path: str, storage: Storage) -> bool:
     return any(name.endswith(".npy") for name in storage.names(path))
-
-
-def _read(array: _Rows | np.ndarray, first: int, last: int) -> np.ndarray:
-    return array.read(first, last) if isinstance(array, _Rows) else array[first:last]
 
 
 def _row_bytes(array: _Rows | np.ndarray) -> int:

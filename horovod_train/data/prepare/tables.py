@@ -1,0 +1,227 @@
+"""Tables: arrays in npz or npy files, and csv files. One record per row."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from horovod_train.data.prepare.writing import Kind, add_split_arguments, encode_rows, split_by_fraction, write_dataset
+from horovod_train.data.schema import Feature, RawDtype, Schema
+from horovod_train.data.storage import DEFAULT, Storage
+from horovod_train.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+
+VECTOR = "inputs"
+_RAW_VALUES = 16
+"""From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
+_BOOLEANS = {"true": 1, "false": 0}
+_MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "-", "?"}
+"""Cells that stand for a missing value in tables of other programs, in lower case."""
+
+
+def _add_file_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
+    parser.add_argument("--file", required=True, metavar=f"FILE.{suffix}", help="the records")
+    parser.add_argument("--eval-file", metavar=f"FILE.{suffix}", help="to evaluate on; default: a fraction of --file")
+    add_split_arguments(parser, "--file")
+
+
+def _check_names(arguments: argparse.Namespace, path: str, inputs: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise UserError for a name that no column has."""
+    for name in [*inputs, *arguments.targets]:
+        if name not in columns:
+            raise UserError(f"--inputs, --targets: {path} has no {name}; it has {', '.join(columns)}.")
+
+
+def _write(arguments: argparse.Namespace, arrays: Arrays, eval_arrays: Arrays | None, inputs: Sequence[str]) -> None:
+    arrays, splits = join_splits(arguments, arrays, eval_arrays, arguments.eval_file)
+    features = {name: _feature(array) for name, array in arrays.items()}
+    schema = Schema(features, tuple(inputs), tuple(arguments.targets))
+    write_dataset(arguments, schema, splits, encode_rows(schema, arrays))
+
+
+def join_splits(
+    arguments: argparse.Namespace, arrays: Arrays, eval_arrays: Arrays | None, eval_path: str
+) -> tuple[Arrays, dict[str, np.ndarray]]:
+    """Return all rows, and those of each split: `eval_arrays` are the eval split, else --eval-fraction of `arrays`.
+
+    Raises UserError if those of eval_path have another shape or kind.
+    """
+    records = len(next(iter(arrays.values())))
+    if eval_arrays is None:
+        return arrays, split_by_fraction(records, arguments)
+    for name, array in arrays.items():
+        other = eval_arrays.get(name)
+        if other is None or other.shape[1:] != array.shape[1:] or other.dtype.kind != array.dtype.kind:
+            actual = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
+            expected = f"{array.dtype}{list(array.shape[1:])}"
+            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {actual}.")
+    splits = split_by_fraction(records, arguments, len(next(iter(eval_arrays.values()))))
+    return {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}, splits
+
+
+def _feature(array: np.ndarray) -> Feature:
+    shape, dtype = array.shape[1:], array.dtype
+    if dtype.kind in "SU":
+        return Feature("bytes", shape)
+    if dtype.kind == "f":
+        return Feature("float", shape)
+    if dtype.kind in "iu" and dtype.itemsize < 8 and dtype != np.uint32 and array[0].size >= _RAW_VALUES:
+        return Feature("bytes", shape, decode="raw", raw_dtype=cast(RawDtype, dtype.name))
+    return Feature("int64", shape)
+
+
+# --- npz and npy ------------------------------------------------------------------------------------------------
+
+
+def _add_npz_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser, "npz")
+    parser.add_argument("--inputs", nargs="+", required=True, metavar="NAME", help="arrays that the model gets")
+    parser.add_argument("--targets", nargs="+", default=[], metavar="NAME", help="arrays that the loss gets")
+
+
+def _write_npz(arguments: argparse.Namespace) -> None:
+    arrays = _load_arrays(arguments, arguments.file)
+    eval_arrays = _load_arrays(arguments, arguments.eval_file) if arguments.eval_file else None
+    _write(arguments, arrays, eval_arrays, arguments.inputs)
+
+
+def _load_arrays(arguments: argparse.Namespace, path: str) -> Arrays:
+    """Load the inputs and targets. A folder of NAME.npy files works like an npz file. Raises UserError."""
+    names = [*arguments.inputs, *arguments.targets]
+    try:
+        if os.path.isdir(path):
+            available = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".npy"))
+            _check_names(arguments, path, arguments.inputs, available)
+            arrays = {name: np.load(os.path.join(path, f"{name}.npy"), allow_pickle=False) for name in names}
+        else:
+            with np.load(path, allow_pickle=False) as saved:
+                _check_names(arguments, path, arguments.inputs, saved.files)
+                arrays = {name: saved[name] for name in names}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    except UserError:
+        raise
+    except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
+        raise UserError(f"{path}: is not an npz file of plain arrays, nor a folder of npy files.") from error
+    for name, array in arrays.items():
+        if array.ndim < 1 or array.dtype.kind not in "biufSU" or not len(array):
+            raise UserError(f"{path}: {name} is {array.dtype}{list(array.shape)}; expected rows of numbers or strings.")
+        if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
+            raise UserError(f"{path}: {name} holds {array.max()}; records hold whole numbers up to 2^63 - 1.")
+        if len(array) != len(arrays[names[0]]):
+            raise UserError(
+                f"{path}: {name} has {len(array)} rows, {names[0]} {len(arrays[names[0]])}; they must match."
+            )
+    return arrays
+
+
+NPZ = Kind(
+    "Arrays in an npz file, or in npy files: one record per row, one feature per array.",
+    _add_npz_arguments,
+    _write_npz,
+)
+
+# --- csv --------------------------------------------------------------------------------------------------------
+
+
+def _add_csv_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file_arguments(parser, "csv")
+    parser.add_argument("--targets", nargs="+", default=[], metavar="COLUMN", help="columns that the loss gets")
+    parser.add_argument(
+        "--inputs", nargs="+", metavar="COLUMN", help="columns that the model gets; default: the others"
+    )
+    parser.add_argument("--separate", action="store_true", help="one feature a column, also where all are numbers")
+
+
+def _write_csv(arguments: argparse.Namespace) -> None:
+    table = load_table(arguments.file)
+    inputs = arguments.inputs or [name for name in table if name not in arguments.targets]
+    _check_names(arguments, arguments.file, inputs, list(table))
+    eval_table = load_table(arguments.eval_file) if arguments.eval_file else None
+    if eval_table is not None:
+        _check_names(arguments, arguments.eval_file, inputs, list(eval_table))
+    joined = not arguments.separate and all(table[name].dtype.kind in "if" for name in inputs)
+
+    def choose(table: Arrays) -> Arrays:
+        chosen = {name: table[name] for name in [*inputs, *arguments.targets]}
+        if not joined:
+            return chosen
+        vector = np.stack([table[name].astype(np.float32) for name in inputs], axis=1)
+        return {VECTOR: vector, **{name: table[name] for name in arguments.targets}}
+
+    _write(arguments, choose(table), eval_table and choose(eval_table), [VECTOR] if joined else inputs)
+
+
+def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
+    """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError.
+
+    Columns of true and false, in any case, are 1 and 0.
+    """
+    try:
+        with io.TextIOWrapper(io.BytesIO(storage.read_all(path)), newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, row) for row in reader if row]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: is not a csv file: {error}.") from error
+    if len(lines) < 2:
+        raise UserError(f"{path}: expected a header and at least one record; it has {len(lines)} lines.")
+    names = lines[0][1]
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
+    for number, row in lines[1:]:
+        if len(row) != len(names):
+            raise UserError(f"{path}:{number}: expected {len(names)} cells, as in the header; got {len(row)}.")
+        if "" in row:
+            raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
+    table = {}
+    for name, cells in zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True):
+        table[name] = _column(cells)
+        missing = _find_missing(cells) if table[name].dtype.kind == "U" else None
+        if missing is not None:
+            raise UserError(
+                f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
+                "leave the line out."
+            )
+    return table
+
+
+def _column(cells: Sequence[str]) -> np.ndarray:
+    numbers = _as_numbers(cells)
+    if numbers is not None:
+        return numbers
+    if {cell.lower() for cell in cells} <= _BOOLEANS.keys():
+        return np.array([_BOOLEANS[cell.lower()] for cell in cells], np.int64)
+    return np.array(cells)
+
+
+def _as_numbers(cells: Sequence[str]) -> np.ndarray | None:
+    """Return cells as int64 or float32; None if some are no numbers."""
+    for dtype in (np.int64, np.float32):
+        try:
+            return np.array(cells).astype(dtype)
+        except (ValueError, OverflowError):
+            continue
+    return None
+
+
+def _find_missing(cells: Sequence[str]) -> int | None:
+    """Return the first cell that stands for a missing number, if all others are numbers; else None."""
+    missing = [place for place, cell in enumerate(cells) if cell.strip().lower() in _MISSING]
+    others = [cell for cell in cells if cell.strip().lower() not in _MISSING] if missing else []
+    return missing[0] if others and _as_numbers(others) is not None else None
+
+
+CSV = Kind(
+    "A csv file with a header: one record per line. Numeric columns become one vector, `inputs`, or stay --separate.",
+    _add_csv_arguments,
+    _write_csv,
+)
