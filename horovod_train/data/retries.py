@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import ClassVar, TypeVar
 from weakref import WeakSet
 
-from horovod_train.errors import one_line
+from horovod_train.errors import UserError, one_line
 from horovod_train.output.logs import ANY_RANK
 
 T = TypeVar("T")
@@ -52,11 +52,16 @@ class Retries:
         self._in_use.add(self)
 
     def call(self, url: str, request: Callable[[], T]) -> T:
-        """Return what the request returns. Raises OSError for a failure that does not pass, with its text."""
+        """Return what the request returns. Raises OSError, with its text, for a failure that does not pass.
+
+        A UserError of the request is raised as it is.
+        """
         began, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
                 answer = request()
+            except UserError:
+                raise
             except Exception as error:  # drivers raise classes of their own
                 tried_s = time.monotonic() - began
                 if not may_pass(error):
