@@ -36,6 +36,9 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._moto = DomainDispatcherApplication(create_backend_app)
         self.delay_s, self.fail_every = delay_s, fail_every
+        self.spoilt: Iterator[str] = iter(())
+        """How the next answers to GET are spoilt: "503"; "cut", the connection ends early; "short", half of the bytes;
+        "slow", a byte a second; "": not."""
         self.requests = self.failed = self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
         self._number = itertools.count(1)
@@ -56,7 +59,29 @@ class S3Server:
             self.failed += 1
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
-        return self._moto(environ, start_response)
+        how = next(self.spoilt, "") if environ["REQUEST_METHOD"] == "GET" else ""
+        return self._spoil(how, environ, start_response) if how else self._moto(environ, start_response)
+
+    def _spoil(self, how: str, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if how == "503":
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return
+        started: list[Any] = []
+        body = b"".join(self._moto(environ, lambda *answer: started.append(answer)))
+        status, headers = started[0][:2]
+        half = body[: len(body) // 2]
+        if how == "short":
+            headers = [(name, value) for name, value in headers if not name.lower().startswith("content-")]
+            start_response(status, [*headers, ("Content-Length", str(len(half)))])
+            yield half
+            return
+        start_response(status, headers)
+        if how == "cut":
+            yield half
+            raise ConnectionAbortedError("as a test wants it")
+        for byte in range(len(body)):
+            yield body[byte : byte + 1]
+            time.sleep(1)
 
     def start(self) -> None:
         """Answer, again with what was stored before."""

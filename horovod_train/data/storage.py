@@ -7,6 +7,7 @@ until a limit. Blocks of local TFRecord files are read without this.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import glob
 import hashlib
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -30,6 +32,9 @@ from horovod_train.output.logs import ANY_RANK
 _REMOTE_FILES = 32  # requested at the same time
 _PIECE = 1 << 20
 _REMOTE_PIECE = 4 << 20
+_ANSWER_WITHIN_S = 30.0
+_LEAST_BYTES_PER_S = 1 << 16
+"""A request that takes longer than the former, and its bytes at this rate, has failed; drivers wait for each byte."""
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
 """Keys of a driver's file information whose values change with the file, best first. All drivers have one of them."""
@@ -99,10 +104,11 @@ def resolved(path: str) -> str:
 def check_unchanged(path: str, size: int, mtime_ns: int, now: Stamp) -> None:
     """Raise UserError if a file has another stamp than before."""
     if (now.size, now.mtime_ns) != (size, mtime_ns):
-        raise UserError(
-            f"{path}: was changed while in use: {size} bytes before, {now.size} now, "
-            "or a newer date. Put it back as it was, or start again on the new file."
-        )
+        raise changed(path, f"{size} bytes before, {now.size} now, or a newer date")
+
+
+def changed(path: str, how: str) -> UserError:
+    return UserError(f"{path}: was changed while in use: {how}. Put it back as it was, or start again on the new file.")
 
 
 def map_paths(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
@@ -114,17 +120,25 @@ def map_paths(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
 
 
 class Storage:
-    """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing."""
+    """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing.
+
+    A request to a server is repeated if it fails; see Retries. Pieces of a remote file are those of the version that
+    `stamp` has last seen, from stores that compare versions (_PINNED_BY): UserError says that the file was changed.
+    """
 
     def __init__(self, retry_s: float = DataConfig.retry_s) -> None:
         """retry_s: how long a request to a remote file system that fails is repeated."""
         self._retries = Retries(retry_s)
         self._names: dict[str, list[str]] = {}
+        self._versions: dict[str, str] = {}
+        """By URL, as the store compares it."""
 
     def stamp(self, path: str) -> Stamp:
         if not is_remote(path):
             return Stamp.of(os.stat(path))
         info = self._request(path, lambda system, place: system.info(place))
+        if version := info.get(_PINNED_BY.get(path.partition("://")[0], "")):
+            self._versions[path] = str(version)
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
         return Stamp(int(info["size"]), int.from_bytes(hashlib.sha256(version.encode()).digest()[:8], "little") >> 1)
 
@@ -159,21 +173,34 @@ class Storage:
 
     def read_all(self, path: str) -> bytes:
         if is_remote(path):
-            return bytes(self._request(path, lambda system, place: system.cat_file(place)))
+            return self.read(path, 0, self.stamp(path).size)
         with open(path, "rb") as file:
             return file.read()
 
     def read(self, path: str, offset: int, length: int) -> bytes:
-        """Return bytes of a file, fewer at its end."""
+        """Return bytes of a file; of a local one fewer at its end. A remote one must have them all."""
         if is_remote(path):
-            if not length:
-                return b""
-            return bytes(
-                self._request(path, lambda system, place: system.cat_file(place, start=offset, end=offset + length))
-            )
+            return bytes(self._request(path, partial(self._fetch, path, offset, length))) if length else b""
         # Opened again each time, because there may be more files than a process may have open.
         with open(path, "rb", buffering=0) as file:
             return os.pread(file.fileno(), length, offset)
+
+    def _fetch(self, url: str, offset: int, length: int, system: Any, place: str) -> bytes:
+        """Make one request for bytes of a remote file. Raises OSError if another number of bytes came."""
+        fetch = _FETCH.get(url.partition("://")[0], _fetch_unpinned)
+        within_s = _ANSWER_WITHIN_S + length / _LEAST_BYTES_PER_S
+        try:
+            data = fetch(system, place, offset, offset + length, self._versions.get(url), within_s)
+        except asyncio.TimeoutError as error:
+            text = str(error) or f"{length} bytes did not come within {within_s:.0f} s"
+            raise TimeoutError(errno.ETIMEDOUT, text) from error
+        except OSError as error:
+            if error.errno == errno.EINVAL and "pre-condition" in str(error):  # how s3fs says HTTP 412
+                raise changed(url, "another version of it is there") from error
+            raise
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{length} bytes expected at byte {offset}, {len(data)} came")
+        return data
 
     @contextmanager
     def opened(self, path: str) -> Iterator[tuple[Stamp, ReadAt]]:
@@ -216,9 +243,9 @@ class _ReadAhead:
         self._pieces = {number: piece for number, piece in self._pieces.items() if first - 1 <= number <= last + 1}
         for number in range(first, last + 2):
             if number not in self._pieces and number * _REMOTE_PIECE < self._size:
-                self._pieces[number] = self._thread.submit(
-                    self._storage.read, self._url, number * _REMOTE_PIECE, _REMOTE_PIECE
-                )
+                start = number * _REMOTE_PIECE
+                length = min(_REMOTE_PIECE, self._size - start)
+                self._pieces[number] = self._thread.submit(self._storage.read, self._url, start, length)
         joined = b"".join(self._pieces[number].result() for number in range(first, last + 1))
         return joined[offset - first * _REMOTE_PIECE : end - first * _REMOTE_PIECE]
 
@@ -230,6 +257,42 @@ _DRIVERS: dict[str, Callable[[str], object]] = {
     "memory": lambda where: import_extra("fsspec", "s3", where),
 }
 """Scheme of a URL → what imports its driver, or says how to install it."""
+
+Fetch = Callable[[Any, str, int, int, "str | None", float], bytes]
+"""(file system, path in it, first byte, end, version or None for any, seconds) → the bytes between. Raises
+asyncio.TimeoutError after these seconds, where the driver lets requests be ended."""
+
+
+def _fetch_s3(system: Any, place: str, start: int, end: int, version: str | None, within_s: float) -> bytes:
+    async def fetch() -> bytes:
+        # As s3fs's open files do, but several threads may fetch from one file at the same time.
+        bucket, key, _ = system.split_path(place)
+        pinned = {} if version is None else {"IfMatch": version}
+        answer = await system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **pinned)
+        async with answer["Body"] as body:
+            return bytes(await body.read())
+
+    return bytes(_waited_for(system, fetch, within_s))
+
+
+def _fetch_gs(system: Any, place: str, start: int, end: int, version: str | None, within_s: float) -> bytes:
+    pinned = {} if version is None else {"generation": version}
+    return bytes(_waited_for(system, partial(system._cat_file, place, start=start, end=end, **pinned), within_s))
+
+
+def _fetch_unpinned(system: Any, place: str, start: int, end: int, version: str | None, within_s: float) -> bytes:
+    return bytes(system.cat_file(place, start=start, end=end))
+
+
+def _waited_for(system: Any, request: Callable[[], Any], within_s: float) -> Any:
+    from fsspec.asyn import sync
+
+    return sync(system.loop, request, timeout=within_s)
+
+
+_FETCH: Mapping[str, Fetch] = {"s3": _fetch_s3, "gs": _fetch_gs}
+_PINNED_BY = {"s3": "ETag", "gs": "generation"}
+"""What a driver calls the version of a file that a request may ask for. For one that is gone gs answers 404."""
 
 
 class FileSystem(NamedTuple):
@@ -282,11 +345,16 @@ class Retries:
         self._in_use.add(self)
 
     def call(self, url: str, request: Callable[[], T]) -> T:
-        """Return what the request returns. Raises OSError for a failure that does not pass, with its text."""
+        """Return what the request returns. Raises OSError, with its text, for a failure that does not pass.
+
+        A UserError of the request is raised as it is.
+        """
         began, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
                 answer = request()
+            except UserError:
+                raise
             except Exception as error:  # drivers raise classes of their own
                 tried_s = time.monotonic() - began
                 if not may_pass(error):

@@ -81,7 +81,23 @@ def detect() -> Launch:
 
     Raises UserError if the variables of one launcher contradict each other.
     """
+    _first_parent()
     return read_launch(os.environ)
+
+
+def parent_has_ended() -> bool:
+    """Return whether the process that started this rank has ended before it, as a launcher does after `kill -9`.
+
+    Asked instead of PR_SET_PDEATHSIG, which Linux also sends when only the thread that started a rank has ended. False
+    where the parent may end before the rank: a shell that sets the variables of a convention by hand, or no launcher.
+    """
+    stays = detect().launcher in _STAYING or "TORCHELASTIC_RUN_ID" in os.environ
+    return stays and os.getppid() != _first_parent()
+
+
+@functools.cache
+def _first_parent() -> int:
+    return os.getppid()
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -136,6 +152,9 @@ _RANK_PREFIXES: tuple[tuple[Launcher, str], ...] = (
     ("mpirun", "MV2_COMM_WORLD_"),
 )
 """Launchers that give each process PREFIX + RANK and PREFIX + SIZE."""
+
+_STAYING = ("horovodrun", "mpirun", "srun", "srun-pmix", "jsrun", "flux", "pals")
+"""Launchers that, or whose processes on each host, start the ranks and wait for their ends."""
 
 TOKEN, TOKEN_FILE, WITHOUT_TOKEN = (f"HOROVOD_TRAIN_{name}" for name in ("TOKEN", "TOKEN_FILE", "WITHOUT_TOKEN"))
 """Variables: a secret that all ranks have; a file that holds it; 1 allows ranks on several hosts to meet without it."""

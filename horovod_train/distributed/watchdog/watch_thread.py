@@ -19,6 +19,8 @@ sends `leave`. No rank ends before all have written, because a launcher kills al
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 import traceback
@@ -26,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.watchdog.heartbeat import TRAIN
 from horovod_train.distributed.watchdog.state import (
     ANSWER_WITHIN_S,
@@ -47,6 +50,7 @@ LEAVE_WITHIN_S = 4.0
 _STACKS_WITHIN_S = 2.0
 """How long a rank waits for the others to write their stacks: the launcher kills all ranks when the first ends."""
 _MAX_FAILURES_REPORTED = 10
+_NO_LAUNCHER = "the launcher of this rank has ended, so the rank stops as on SIGTERM"
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +91,8 @@ class WatchThread:
         self._turned_at = time.monotonic()
         self._next_turn = self._next_beat = 0.0
         self._failures: set[str] = set()
+        self._is_told = False
+        """This process has been asked to end because its launcher has."""
 
     def start(self) -> None:
         for target in (self._watch, self._read_probe):
@@ -125,6 +131,9 @@ class WatchThread:
             elif now >= self._next_turn and not state.is_closed:
                 self._next_turn = now + self._turn_s
                 self._role.decide(now)
+                if not self._is_told and launcher.parent_has_ended():
+                    self._is_told = True
+                    self._end_without_launcher()
 
     def _receive(self, rank: int, message: Message | Lost, now: float) -> None:
         if isinstance(message, Lost):
@@ -171,6 +180,15 @@ class WatchThread:
 
         in_background(record).join(1.0)
         end_process(state.exit_code)
+
+    def _end_without_launcher(self) -> None:
+        """Ask this process to stop, as its launcher would: a run saves, and a script without a handler ends.
+
+        Otherwise the ranks would train on where nobody looks, and hold their GPUs.
+        """
+        to_stderr(f"warning: {self._state.names[self._state.group.rank]}: {_NO_LAUNCHER}")
+        in_background(lambda: self._state.log.write("warning", _NO_LAUNCHER)).join(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _read_probe(self) -> None:
         # In a separate thread, because it may hang if a device is stuck.

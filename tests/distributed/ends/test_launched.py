@@ -13,7 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import HANGS_AFTER_S, PROJECT, rank_environment, run_process, summary_of, without_tensorflow
+from conftest import (
+    HANGS_AFTER_S,
+    PROJECT,
+    launcher_command,
+    rank_environment,
+    run_process,
+    summary_of,
+    without_tensorflow,
+)
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
 from horovod_train.data.audit import audit
@@ -87,9 +95,19 @@ def test_a_rank_that_is_killed_costs_no_bit_of_the_result(
     assert [(each.is_whole, each.missing, each.twice) for each in audit(str(out))] == [(True, [], [])] * 20
 
 
-def test_a_launch_that_is_killed_leaves_a_saved_run(config: Path, undisturbed: str, tmp_path: Path) -> None:
+def start_command(start: str, config: Path, out: Path) -> list[str]:
+    if start == "launch":
+        return launch_command("gloo", config, out)
+    program = [sys.executable, "-m", "horovod_train.main", "--config", str(config), "--output-dir", str(out)]
+    return [*launcher_command(start, 2), *program]
+
+
+@pytest.mark.parametrize("start", ["launch", "srun", pytest.param("horovodrun", marks=pytest.mark.long)])
+def test_a_launcher_that_is_killed_leaves_a_saved_run(
+    config: Path, undisturbed: str, tmp_path: Path, start: str
+) -> None:
     out = tmp_path / "run"
-    command = launch_command("gloo", config, out)
+    command = start_command(start, config, out)
     process = subprocess.Popen(command, cwd=PROJECT, env=rank_environment(), stderr=subprocess.DEVNULL, text=True)
     wait_until(lambda: is_past(out, 40), process)
     ranks = [process_of(out, rank) for rank in (0, 1)]
@@ -98,9 +116,41 @@ def test_a_launch_that_is_killed_leaves_a_saved_run(config: Path, undisturbed: s
     _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
     assert not alive
     assert json.loads((out / "logs" / "rank-0.end.json").read_text())["exit_code"] == 75
+    assert ("the launcher of this rank has ended" in (out / "logs" / "rank-0.log").read_text()) == (start == "srun")
     finished = run_process(command)
     assert finished.returncode == 0, finished.text
     assert summary_of(out)["weights_sha256"] == undisturbed
+
+
+ENDLESS = """
+import os, sys, time
+import horovod_train.keras as hvd
+import tensorflow as tf
+hvd.init()
+hvd.broadcast_variables([tf.Variable(1.0)], root_rank=0)
+print(os.getpid(), flush=True)
+while True:
+    hvd.allreduce(tf.ones(1), name="again")
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.long
+def test_a_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    command = [*launcher_command("srun", 2), sys.executable, str(script)]
+    process = subprocess.Popen(
+        command, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
+    for rank in alive:
+        rank.kill()
+    assert not alive
 
 
 def free_port() -> int:

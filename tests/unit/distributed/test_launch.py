@@ -8,6 +8,7 @@ from pathlib import Path
 
 import horovod.tensorflow as hvd
 import pytest
+from conftest import rank_environment
 
 from horovod_train.distributed import start
 from horovod_train.distributed.launch import launcher
@@ -228,3 +229,33 @@ def test_when_one_program_fails_the_others_do_not_wait_for_it() -> None:
     waits = python("import time; time.sleep(3600)")
     assert wait_for_all([waits], 0.1) == "not done after 0 s"
     assert waits.wait(300)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_told"),
+    [
+        (step(0, 3), True),
+        (horovodrun(0, 2), True),
+        ({"TORCHELASTIC_RUN_ID": "7", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, False),  # set by hand in a shell that may end
+        ({}, False),
+    ],
+)
+def test_the_end_of_the_parent_counts_where_the_launcher_stays(environment: dict[str, str], is_told: bool) -> None:
+    rank = (
+        "import os, sys\n"
+        "from horovod_train.distributed.launch import launcher\n"
+        "launcher.detect(); parent, before = os.getppid(), launcher.parent_has_ended()\n"
+        "print('ready', flush=True)\n"
+        "while os.getppid() == parent: pass\n"
+        "print(before, launcher.parent_has_ended(), file=sys.stderr)\n"
+    )
+    parent = (
+        "import subprocess, sys\n"
+        "rank = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)\n"
+        "rank.stdout.readline()\n"
+    )
+    # The rank shares standard error, so this returns when the rank has ended.
+    command = [sys.executable, "-W", "ignore", "-c", parent, rank]
+    finished = subprocess.run(command, env=rank_environment() | environment, capture_output=True, text=True, timeout=60)
+    assert finished.stderr == f"False {is_told}\n"

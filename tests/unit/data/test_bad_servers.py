@@ -1,0 +1,96 @@
+"""What an object store may do to one piece of a file: spoil the answer, give it slowly, hold another file by now."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from made_records import config, image_record, make_images, write_file
+
+pytest.importorskip("moto")
+pytest.importorskip("s3fs")
+
+from s3_server import S3Server, serving
+
+from horovod_train.data import retries, storage
+from horovod_train.data.dataset import open_records
+from horovod_train.data.storage import Storage
+from horovod_train.errors import UserError
+
+CONTENT = bytes(range(256)) * 40
+URL = "s3://bucket/data/file"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "file").write_bytes(CONTENT)
+    make_images(folder / "train", (40, 30))
+    import s3fs
+
+    with serving(folder) as running:
+        for name, value in running.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.001)
+        monkeypatch.setattr(retries, "_LONGEST_PAUSE_S", 0.01)
+        s3fs.S3FileSystem.clear_instance_cache()  # another test's server had another port
+        yield running
+
+
+def read(kept: Storage) -> bytes:
+    kept.stamp(URL)
+    return kept.read(URL, 256, 512)
+
+
+@pytest.mark.parametrize("how", ["503", "cut", "short", "slow"])
+def test_a_spoilt_answer_is_asked_for_again(server: S3Server, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(storage, "_LEAST_BYTES_PER_S", 10**9)
+    server.spoilt = iter([how, how])
+    assert read(Storage()) == CONTENT[256:768]
+    assert next(server.spoilt, None) is None
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("503", "Service Unavailable"),
+        ("cut", "payload|closed|Response|Connection"),
+        ("short", "512 bytes expected at byte 256, 256 came"),
+        ("slow", "512 bytes did not come within 0 s"),
+    ],
+)
+def test_a_store_that_spoils_every_answer_ends_the_reading(
+    server: S3Server, how: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_ANSWER_WITHIN_S", 0.3)
+    monkeypatch.setattr(storage, "_LEAST_BYTES_PER_S", 10**9)
+    server.spoilt = itertools.repeat(how)
+    with pytest.raises(OSError, match=rf"({said}).*; tried for 0\.5 s \(data\.retry_s\)"):
+        read(Storage(0.5))
+
+
+def test_another_object_of_the_same_length_is_noticed_at_the_next_piece(server: S3Server, tmp_path: Path) -> None:
+    kept = Storage()
+    assert read(kept) == CONTENT[256:768]
+    (tmp_path / "data" / "file").write_bytes(CONTENT[::-1])
+    server.put(tmp_path / "data", "file")
+    with pytest.raises(UserError, match=rf"^{URL}: was changed while in use: another version of it is there\."):
+        kept.read(URL, 0, 10)
+    assert read(kept) == CONTENT[::-1][256:768]  # who looks at it anew gets the new one
+
+
+def test_blocks_of_another_object_are_not_trained_on(server: S3Server, tmp_path: Path) -> None:
+    data = config("s3://bucket/data/train", index_dir=str(tmp_path / "indexes"))
+    load = open_records(data, "train").source.open()
+    assert not load(0).faults
+    path = tmp_path / "data" / "train" / "0.tfrecord"
+    before = path.stat().st_size
+    write_file(path, [image_record(200 + number) for number in range(40)])
+    assert path.stat().st_size == before
+    server.put(tmp_path / "data", "*.tfrecord")
+    with pytest.raises(UserError, match=r"0\.tfrecord: was changed while in use"):
+        load(0)
