@@ -18,6 +18,7 @@ from horovod_train.checkpoint.layout import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
+from horovod_train.data.dataset import class_names
 from horovod_train.data.pipeline.batch_source import Batches, BatchSource
 from horovod_train.distributed import consistency
 from horovod_train.errors import START_AGAIN, DivergedError, RanksDisagree, RanksStartApart, RunError
@@ -293,6 +294,7 @@ def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
         "weights_sha256": state.weights_sha256(),
         "versions": consistency.versions(),
         "config": as_dict(run.config),
+        **({"class_names": names} if (names := list(class_names(run.config.data))) else {}),
         "ended": reason.text,
         "finished": not reason.restartable,
         **({"at_walltime": at_walltime} if at_walltime else {}),
