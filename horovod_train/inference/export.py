@@ -67,7 +67,8 @@ def _add_names(path: Path, class_names: Sequence[str]) -> None:
             archive.writestr(CLASS_NAMES, text)
     elif class_names:
         (path / "assets.extra").mkdir()
-        (path / "assets.extra" / CLASS_NAMES).write_text(text, encoding="utf-8")
+        with (path / "assets.extra" / CLASS_NAMES).open("x", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _sample(model: keras.Model) -> Any:
