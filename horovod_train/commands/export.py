@@ -22,7 +22,16 @@ KERAS_FILE = Artifact(
     "a Keras file", r".+\.keras", content_matches=lambda path: {"config.json", "metadata.json"} <= zip_members(path)
 )
 _KERAS_DRAFT = Artifact("an unfinished Keras file", r"\..+\.[0-9a-f]{8}\.partial\.keras")
-_SAVED = ("saved_model.pb", "fingerprint.pb", "variables", r"variables/variables\.[^/]+", "assets", "assets/[^/]+")
+_SAVED = (
+    "saved_model.pb",
+    "fingerprint.pb",
+    "variables",
+    r"variables/variables\.[^/]+",
+    "assets",
+    "assets/[^/]+",
+    "assets.extra",
+    r"assets\.extra/class_names\.json",
+)
 SAVED_MODEL = Artifact("a SavedModel", ".+", "folder", _SAVED, lambda path: (path / "saved_model.pb").is_file())
 _SAVED_MODEL_DRAFT = Artifact(
     "an unfinished SavedModel", r"\..+\.[0-9a-f]{8}\.partial", "folder", (*_SAVED, "variables/.+")
@@ -46,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
     logs.load_tensorflow()
     from horovod_train.checkpoint.manager import open_checkpoint
+    from horovod_train.data.dataset import class_names
     from horovod_train.inference.export import write_model
     from horovod_train.inference.run import build_bare_model, load_weights
 
@@ -54,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     weights = load_weights(model, saved, arguments.weights)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:
-        write_model(model, draft)
+        write_model(model, draft, class_names(config.data))
         replace(draft, out, artifact)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="PATH",
-        help="records, with targets or without; default: data.eval",
+        help="records, with targets or without; images: a folder, a glob or files; default: data.eval",
     )
     parser.add_argument("--out", required=True, metavar="FILE.npz|FILE.csv", help="where to write the outputs")
 
@@ -44,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data:  # data.fold and data.dataset are of training
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None, dataset=None))
     data = dataclasses.replace(config.data, eval=paths)
-    look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
+    try:
+        look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
+    except UserError as error:
+        raise UserError(str(error).replace("data.eval", "--data") if arguments.data else str(error)) from error
     logs.load_tensorflow()
     from horovod_train.inference.run import predict
 

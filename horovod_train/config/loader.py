@@ -50,17 +50,20 @@ _TOO_DEEP = f"expected values within values at most {_MOST_LEVELS} deep; receive
 _hints = functools.cache(typing.get_type_hints)
 
 
-def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
+def load(files: Iterable[str | Mapping[str, Any]], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
     """Read and check a config: YAML files merged left to right, then `section.key=value` overrides.
 
     Mappings merge, except if one sets another `name`: then the old options do not apply. Any other value replaces the
-    earlier one. A name without folder and ending, such as mnist_mlp, is that file, or else the built-in config.
+    earlier one. A mapping stands for the content of a file. A name without folder and ending, such as mnist_mlp, is
+    that file, or else the built-in config.
+
     Raises UserError with the file and line, or the override, of the first problem.
     """
     values: dict[str, Any] = {}
     origins: Origins = {}
     for name in files:
-        _merge(values, origins, _read_yaml(name), "")
+        tree = _read_yaml(name) if isinstance(name, str) else _from_mapping(name)
+        _merge(values, origins, tree, "")
     for override in overrides:
         _merge(values, origins, _parse_override(override), "")
     _check_texts(values, "", origins)
@@ -144,6 +147,14 @@ def _read_yaml(name: str) -> _Located:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"--config {name}: cannot be read: {reason}.") from error
     return _located(compose(text, name), name)
+
+
+def _from_mapping(content: Mapping[str, Any]) -> _Located:
+    try:
+        text = yaml.safe_dump(dict(content), sort_keys=False)
+    except yaml.YAMLError as error:
+        raise UserError(f"config: expected what YAML can hold; received {one_line(error)}.") from error
+    return _located(compose(text, "config"), "config")
 
 
 def _located(node: yaml.Node | None, name: str) -> _Located:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
@@ -17,13 +17,14 @@ from horovod_train.data.buckets import Buckets, find_buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
 from horovod_train.data.random_access import FILES, FOLDERS
 from horovod_train.data.random_access.array_record import open_array_records
-from horovod_train.data.random_access.source import OpenStore, open_described, without_labels
+from horovod_train.data.random_access.images import UnlabelledImages, are_images
+from horovod_train.data.random_access.source import OpenStore, RandomAccessRecords, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, check_weight, dump_schema, find_schema, schema_of_names
 from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
 from horovod_train.data.storage import Storage
-from horovod_train.data.subsets import DataSet, Entry, fold_records, mix, split_by_entry
+from horovod_train.data.subsets import DataSet, Entry, Selection, fold_records, mix, split_by_entry
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 
@@ -64,6 +65,10 @@ class Records:
     def problems(self) -> list[str]:
         """A sentence for each part that is not complete."""
         return problems_of(self.source.parts)
+
+    def files(self) -> list[str]:
+        """Return the file of each record, where each is a file; else nothing."""
+        return _files_of(self.source)
 
     def find_buckets(self, config: DataConfig) -> Buckets | None:
         """Return how to sort the records by length; None without data.bucket_by_length. Raises UserError."""
@@ -148,7 +153,7 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
         open_users = partial(UsersStore, spec=config.source)
         return SplitFiles(list(paths), False, path_entries, partial(open_stores, open_users))
     storage = Storage(config.retry_s)
-    open_folder = _folder_opener(paths, storage)
+    open_folder = _folder_opener(paths, storage, needs_labels=needs_labels)
     if open_folder:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
@@ -192,18 +197,37 @@ def _open_stores(
     return Records(source, schema, setting, source.notes)
 
 
-def _folder_opener(paths: Sequence[str], storage: Storage) -> OpenStore | None:
-    """Return what opens these folders if each is a data set of the same kind; None if they contain files of records."""
+def _files_of(source: RecordSource) -> list[str]:
+    if isinstance(source, Selection):
+        files = _files_of(source.source)
+        return [files[record] for record in source.numbers().tolist()] if files else []
+    return source.files() if isinstance(source, RandomAccessRecords) else []
+
+
+def _folder_opener(paths: Sequence[str], storage: Storage, *, needs_labels: bool) -> OpenStore | None:
+    """Return what opens these folders if each is a data set of the same kind; None if they contain files of records.
+
+    Without labels, images may also be anywhere in a folder, of a glob, or single files.
+    """
     try:
-        if any(not _is_readable_folder(path, storage) or _has_record_files(path, storage) for path in paths):
-            return None
-        return next((opener for is_kind, opener in FOLDERS if all(is_kind(path, storage) for path in paths)), None)
+        if all(_is_readable_folder(path, storage) and not _has_record_files(path, storage) for path in paths):
+            for is_kind, opener in FOLDERS:
+                if all(is_kind(path, storage) for path in paths):
+                    return opener
+        if not needs_labels and are_images(paths, storage) and not any(_has_tables(path, storage) for path in paths):
+            return UnlabelledImages
     except OSError:
-        return None  # list_files says what cannot be read
+        pass  # list_files says what cannot be read
+    return None
 
 
 def _is_readable_folder(path: str, storage: Storage) -> bool:
     return storage.is_folder(path) and (is_remote(path) or os.access(path, os.R_OK | os.X_OK))
+
+
+def _has_tables(path: str, storage: Storage) -> bool:
+    """Return whether this is a folder with files that may name its images, or hold records themselves."""
+    return storage.is_folder(path) and (_has_record_files(path, storage) or has_records(path, FILES, storage))
 
 
 def _has_record_files(folder: str, storage: Storage) -> bool:
@@ -226,6 +250,35 @@ def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
     Left to its default, data.inputs would mean other features where those have one more.
     """
     return config if config.inputs else dataclasses.replace(config, inputs=schema.inputs)
+
+
+def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
+    """Return the config with the class names of its only target, where the records have them, as folders of images do.
+
+    TFRecords have theirs in dataset.json, which data.features would replace.
+    """
+    schema, source = records.schema, records.source
+    while isinstance(source, Selection):
+        source = source.source
+    names = schema.features[schema.targets[0]].class_names if len(schema.targets) == 1 else ()
+    if not names or not isinstance(source, RandomAccessRecords):
+        return config
+    (target,) = schema.targets
+    settings = config.features.get(target, {})
+    if not isinstance(settings, Mapping) or "class_names" in settings:
+        return config
+    features = {**config.features, target: {**settings, "class_names": list(names)}}
+    return dataclasses.replace(config, features=features)
+
+
+def class_names(config: DataConfig, schema: Schema | None = None) -> tuple[str, ...]:
+    """Return the names of the classes of the only target, as the config or else the schema has them."""
+    settings = config.features.get(config.targets[0]) if len(config.targets) == 1 else None
+    if isinstance(settings, Mapping) and settings.get("class_names"):
+        return tuple(settings["class_names"])
+    features = schema.features.items() if schema else ()
+    named = [feature.class_names for name, feature in features if feature.class_names and name not in config.inputs]
+    return named[0] if len(named) == 1 else ()
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:

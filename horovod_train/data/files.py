@@ -87,9 +87,7 @@ def check_regular(path: str) -> None:
 def loose_files(folder: str) -> list[str]:
     """Return the names of a local folder's own files that may be meant as records. Raises no error."""
     try:
-        return sorted(
-            entry.name for entry in os.scandir(folder) if not entry.is_dir() and not _is_no_record(entry.name)
-        )
+        return sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir() and not is_no_record(entry.name))
     except OSError:
         return []
 
@@ -108,7 +106,8 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _is_no_record(name: str) -> bool:
+def is_no_record(name: str) -> bool:
+    """Return whether a file of this name lies beside records and is never meant as one."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NO_RECORDS)
 
 
@@ -122,7 +121,7 @@ def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
         ]
     # Whether a name is that of a folder would take a request for each; those of files have a suffix.
     names = [name for name in storage.names(folder) if "." in name and not fnmatch.fnmatchcase(name, pattern)]
-    return [name for name in names if not _is_no_record(name)]
+    return [name for name in names if not is_no_record(name)]
 
 
 def check_named_once(files: Sequence[str], setting: str) -> None:

@@ -37,6 +37,13 @@ class Selection:
     records: np.ndarray | None = None
     """int64 [records]: the number of each record in the source; None if blocks are whole."""
 
+    def numbers(self) -> np.ndarray:
+        """Return the number of each record in the source: int64 [records]."""
+        if self.records is not None:
+            return self.records
+        first = self.source.blocks.first_record
+        return np.concatenate([np.arange(first[block], first[block + 1]) for block in self.block])
+
     def open(self) -> LoadBlock:
         return partial(self._load, self.source.open())
 

@@ -5,6 +5,9 @@ Knows no checkpoints and no command line; see commands/export.
 
 from __future__ import annotations
 
+import json
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,16 @@ import tensorflow as tf
 from horovod_train.checkpoint.manifest import reason
 from horovod_train.errors import RunError, UserError, one_line
 
+CLASS_NAMES = "class_names.json"
 _UNKNOWN_SIZE = 32
 """Replaces sizes that a model leaves open in the test input."""
 
 
-def write_model(model: keras.Model, path: Path) -> None:
+def write_model(model: keras.Model, path: Path, class_names: Sequence[str] = ()) -> None:
     """Write to `path`, which must not exist: a Keras file if it ends in .keras, else a SavedModel folder.
 
-    The file has no optimizer: a compiled model is not compiled any more. Raises UserError if Keras cannot write the
+    class_names: of the outputs, in their order; the file holds them as class_names.json, a list. The file has no
+    optimizer: a compiled model is not compiled any more. Raises UserError if Keras cannot write the
     model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
     """
     if model.compiled:
@@ -43,6 +48,7 @@ def write_model(model: keras.Model, path: Path) -> None:
         raise UserError(f"export: {model.name} cannot be made a {kind}: {text}{hint}") from error
     except tf.errors.OpError as error:  # a SavedModel is written by TensorFlow's own C++
         raise OSError(reason(error)) from error
+    _add_names(path, class_names)
     sample = _sample(model)
     if sample is None:
         return
@@ -51,6 +57,18 @@ def write_model(model: keras.Model, path: Path) -> None:
     except tf.errors.InvalidArgumentError:
         return  # no suitable input can be made up, such as for a table lookup
     _compare(expected, serve(sample))
+
+
+def _add_names(path: Path, class_names: Sequence[str]) -> None:
+    """Add the names of classes to a file of Keras, which is a zip archive, or to the extra assets of a SavedModel."""
+    text = json.dumps(list(class_names), ensure_ascii=False)
+    if class_names and path.suffix == ".keras":
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(CLASS_NAMES, text)
+    elif class_names:
+        (path / "assets.extra").mkdir()
+        with (path / "assets.extra" / CLASS_NAMES).open("x", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _sample(model: keras.Model) -> Any:

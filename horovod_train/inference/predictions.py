@@ -11,6 +11,7 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,17 +25,28 @@ _ROWS = 4096
 """Rows written to csv at a time."""
 
 
-_CLASS = "class"
-"""The last column of a table: the name of the class with the largest output."""
+_FILE, _CLASS, _PROBABILITY = "file", "class", "probability"
+"""Columns beside the outputs: of the record, and of the class with the largest output."""
+
+
+class RecordNames(NamedTuple):
+    """What a file says of records and classes besides numbers."""
+
+    files: Sequence[str] = ()
+    """Of each record; () if records are not files of their own."""
+    class_names: Sequence[str] = ()
+    """Of the target that the model has learned."""
+    are_logits: bool | None = None
+    """Whether outputs are logits of the classes; False: probabilities; None: neither."""
 
 
 def _is_csv_of_outputs(path: Path) -> bool:
-    """Return whether a table has a column record, and in its first row nothing but numbers, and the name of a class."""
+    """Return whether a table has a column record, and in its first row nothing but numbers, a file, and a class."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         head, row = next(rows, []), next(rows, [])
     try:
-        numbers = row[:-1] if head[-1:] == [_CLASS] else row
+        numbers = [value for column, value in zip(head, row, strict=False) if column not in (_FILE, _CLASS)]
         all_are_numbers = len([float(value) for value in numbers]) == len(numbers)
         return all_are_numbers and head[:1] == ["record"] and len(row) in (0, len(head))
     except ValueError:
@@ -46,6 +58,7 @@ PREDICTIONS = Artifact(
     r".+\.(npz|csv)",
     content_matches=lambda path: _is_csv_of_outputs(path) or "record.npy" in zip_members(path),
 )
+NO_NAMES = RecordNames()
 _DRAFT = Artifact("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
 
 
@@ -66,9 +79,8 @@ class Predictions:
 class PredictionsFile(Predictions):
     """Collects rows in files next to the final one, so that memory does not grow with the number of records."""
 
-    def __init__(self, path: Path, specs: Specs, num_records: int, class_names: Sequence[str] = ()) -> None:
-        """class_names: of the last axis of the only output; () if it is not one score for each class."""
-        self._class_names = class_names
+    def __init__(self, path: Path, specs: Specs, num_records: int, names: RecordNames) -> None:
+        self._names, self._has_scores = names, _has_scores(specs, names)
         self._path, self._records = path, num_records
         self._folder, self._arrays = draft_of(path), dict[str, np.ndarray]()
         try:
@@ -114,38 +126,73 @@ class PredictionsFile(Predictions):
 
     def _write_npz(self, draft: Path) -> None:
         record = np.flatnonzero(self._is_there)
+        names = [self._described(some) for some in _in_pieces(record)]
+        described = {name: np.concatenate([piece[name] for piece in names]) for name in (names[0] if names else ())}
         with zipfile.ZipFile(draft, "x", allowZip64=True) as archive:
-            for name, array in [("record", record), *self._arrays.items()]:
+            for name, array in [("record", record), *self._arrays.items(), *described.items()]:
                 values = array if len(array) == len(record) else array[record]  # without records that were left out
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, values, allow_pickle=False)
 
     def _write_csv(self, draft: Path) -> None:
         record = np.flatnonzero(self._is_there)
-        with draft.open("x", newline="", encoding="utf-8") as file:
+        with draft.open("x", newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
             columns = [column for name, array in self._arrays.items() for column in _columns(name, array)]
-            writer.writerow(["record", *columns, *([_CLASS] if self._class_names else [])])
-            for first in range(0, len(record), _ROWS):
-                some = record[first : first + _ROWS]
+            writer.writerow(["record", *columns, *self._described(record[:0])])
+            for some in _in_pieces(record):
                 flat = [array[some].reshape(len(some), -1) for array in self._arrays.values()]
-                for number, *rows in zip(some.tolist(), *flat, strict=True):
-                    named = [self._class_names[int(np.argmax(rows[0]))]] if self._class_names else []
-                    writer.writerow([number, *(str(value) for row in rows for value in row), *named])
+                described = self._described(some).values()
+                for row, number in enumerate(some.tolist()):
+                    outputs = (str(value) for array in flat for value in array[row])
+                    writer.writerow([number, *outputs, *(values[row] for values in described)])
+
+    def _described(self, record: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what the columns beside the outputs say of some records."""
+        described = {}
+        if self._names.files:
+            described[_FILE] = np.array([self._names.files[number] for number in record.tolist()], str)
+        if self._has_scores:
+            (scores,) = self._arrays.values()
+            chosen, probability = _best(scores[record].astype(np.float64), self._names.are_logits)
+            described[_CLASS] = np.array([self._names.class_names[number] for number in chosen.tolist()], str)
+            if probability is not None:
+                described[_PROBABILITY] = probability.astype(np.float32)
+        return {name: values for name, values in described.items() if name not in self._arrays}
+
+
+def _in_pieces(record: np.ndarray) -> list[np.ndarray]:
+    return np.split(record, range(_ROWS, len(record), _ROWS)) if len(record) else []
+
+
+def _has_scores(specs: Specs, names: RecordNames) -> bool:
+    """Return whether the only output has a score for each class, or for the second of two."""
+    shapes, classes = [shape for shape, _ in specs.values()], len(names.class_names)
+    of_second = classes == 2 and names.are_logits is not None and shapes in ([()], [(1,)])
+    return of_second or (classes > 0 and shapes == [(classes,)])
+
+
+def _best(scores: np.ndarray, are_logits: bool | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the class with the largest score of each record, and its probability; None if scores tell none."""
+    if scores.ndim == 1 or scores.shape[1] == 1:  # of the second of two classes
+        score = scores.reshape(len(scores))
+        scores = np.stack([-score if are_logits else 1 - score, score], axis=1) / (2 if are_logits else 1)
+    chosen = scores.argmax(axis=1)
+    if are_logits:
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    return chosen, None if are_logits is None else scores[np.arange(len(scores)), chosen]
 
 
 def open_predictions(
-    out: str, specs: Specs, num_records: int, class_names: Sequence[str] = (), *, is_root: bool
+    out: str, specs: Specs, num_records: int, names: RecordNames = NO_NAMES, *, is_root: bool
 ) -> Predictions:
     """Open the file on root; do nothing elsewhere. Raises UserError if it cannot be written.
 
-    class_names: of the target that the model has learned. A table names the class with the largest output, if the model
-    has one output, with one score for each class.
+    It names the class with the largest output, and how probable that is, if the model has one output, with a score for
+    each class, or one score for two classes.
     """
-    if not is_root:
-        return Predictions()
-    are_scores = [shape for shape, _ in specs.values()] == [(len(class_names),)]
-    return PredictionsFile(Path(out), specs, num_records, class_names if are_scores else ())
+    return PredictionsFile(Path(out), specs, num_records, names) if is_root else Predictions()
 
 
 def _columns(name: str, array: np.ndarray) -> list[str]:

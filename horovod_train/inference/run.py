@@ -19,20 +19,22 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.tensors import Checkpoint, load
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import AUTO, Config
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
+from horovod_train.data.dataset import class_names
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import UserError, one_line
-from horovod_train.inference.predictions import Specs, open_predictions
+from horovod_train.inference.predictions import RecordNames, Specs, open_predictions
 from horovod_train.models import build_model
 from horovod_train.output.rank_log import RankLog
 from horovod_train.training.build import build_evaluation, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.initial_state import finalize
+from horovod_train.training.losses import build_loss, takes_logits
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
 
@@ -91,9 +93,8 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         with group.raise_together():
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
             outputs = Outputs(model, pipeline, "data.eval")
-            file = open_predictions(
-                out, outputs.specs, pipeline.num_records, _class_names(config), is_root=group.is_root
-            )
+            about = RecordNames(records.files(), class_names(config.data, records.schema), _are_logits(config, model))
+            file = open_predictions(out, outputs.specs, pipeline.num_records, about, is_root=group.is_root)
 
         def collect(batches: Batches, steps: int, _: StepSize) -> None:
             ids, rows = outputs.compute(batches, steps)
@@ -106,10 +107,11 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         return group.broadcast_object(written)
 
 
-def _class_names(config: Config) -> tuple[str, ...]:
-    """Return the names that the config gives the classes of its only target."""
-    settings = config.data.features.get(config.data.targets[0]) if len(config.data.targets) == 1 else None
-    return tuple(settings.get("class_names", ())) if isinstance(settings, Mapping) else ()
+def _are_logits(config: Config, model: keras.Model) -> bool | None:
+    """Return whether the model's outputs are logits of classes; None if they are not probabilities either."""
+    if config.loss.name == AUTO and model.compiled:
+        return takes_logits(model.loss)
+    return takes_logits(build_loss(config.loss).loss)
 
 
 @contextmanager

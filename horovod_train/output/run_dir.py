@@ -120,9 +120,19 @@ class Output:
         """Move the bar."""
 
     def append_metrics(
-        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
+        self,
+        split: str,
+        step: int,
+        epoch: int,
+        values: Mapping[str, float],
+        aside: Aside = NO_ASIDE,
+        *,
+        shown: bool = True,
     ) -> None:
-        """Write metrics in all forms, and log them as one line."""
+        """Write metrics in all forms, and log them as one line.
+
+        shown: False if the line of the evaluation at this step shows them, as `fit` shows both side by side.
+        """
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         """Add one line on how each rank alone changed each parameter: path → figure → by rank."""
@@ -166,12 +176,15 @@ class RunOutput(Output):
         self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._prometheus]
         self._writers += [self._trackers, *user_writers]
         self._started = time.time()
+        self._held: tuple[int, Mapping[str, float], Aside] = (-1, {}, NO_ASIDE)
+        """The training's figures that the next line of an evaluation shows, and their step."""
         self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
         self._bar = _build_bar() if bar else None
         self._task: Any = None
 
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
+        self.tensorboard.add_config(step, config)
         self._trackers.start(step, config, self._metrics.rows(), anew=anew)
 
     def finish_trackers(self, ended: Ended, *, timeout_s: float = math.inf) -> None:
@@ -203,15 +216,30 @@ class RunOutput(Output):
             self._bar.update(self._task, completed=step)
 
     def append_metrics(
-        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
+        self,
+        split: str,
+        step: int,
+        epoch: int,
+        values: Mapping[str, float],
+        aside: Aside = NO_ASIDE,
+        *,
+        shown: bool = True,
     ) -> None:
         self.show_progress(step)
         for writer in self._writers:
             writer.write(step, epoch, split, {**values, **aside.figures})
         seconds = int(time.time() - self._started)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        texts = [*(f"{name} {value:.4g}" for name, value in values.items()), *filter(None, [aside.phrase])]
-        log.info(f"{clock}  {split:<5} step {step}  epoch {epoch}  {'  '.join(texts)}")
+        if not shown:
+            self._held = step, values, aside
+            return
+        held_step, train, train_aside = self._held
+        if split == "eval" and held_step == step:
+            texts = [*_epoch_line(train, values), train_aside.phrase, aside.phrase]
+            log.info(f"{clock}  epoch {epoch}  step {step}  {'  '.join(filter(None, texts))}")
+        else:
+            texts = [*_texts(values), aside.phrase]
+            log.info(f"{clock}  {split:<5} step {step}  epoch {epoch}  {'  '.join(filter(None, texts))}")
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         self._parameters.append({"step": step, "parameters": moves})
@@ -261,6 +289,18 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     built = zip(config.trackers, build_trackers(config.trackers), strict=True)
     trackers = Trackers([Sender(spec.name, tracker, path) for spec, tracker in built])
     return RunOutput(path, tensorboard=config.tensorboard, bar=bar, user_writers=user_writers, trackers=trackers)
+
+
+def _texts(values: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in values.items()]
+
+
+def _epoch_line(train: Mapping[str, float], evaluated: Mapping[str, float]) -> list[str]:
+    """Return what a line of an epoch shows: what both have side by side, then the rate, the speed and other counts."""
+    aside = ("loss_average", "examples_per_s_per_rank", "s_per_step", "save_blocked_s")
+    both = {name: train[name] for name in evaluated if name in train}
+    others = {name: value for name, value in train.items() if name not in both and name not in aside}
+    return _texts(both | {f"val_{name}": value for name, value in evaluated.items()} | others)
 
 
 def _build_bar() -> Progress:

@@ -7,6 +7,7 @@ graph so that TensorBoard folds it well, but builds none.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.config.loader import by_key
 from horovod_train.output.files import Appender
 from horovod_train.output.profile import read_profiles
 from horovod_train.output.removal import rename
@@ -87,6 +89,9 @@ class TensorBoard:
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each of these charts."""
 
+    def add_config(self, step: int, config: Mapping[str, Any]) -> None:
+        """Add the settings, as text and as hyperparameters."""
+
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
         """values: floating tensors or variables of any shape, by name; non-finite numbers are left out."""
 
@@ -113,7 +118,7 @@ class TensorBoardWriter(TensorBoard):
         """The current step, while it is profiled."""
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        self.add_scalars(split, step, values)
+        self.add_scalars(split, step, {_chart(name): value for name, value in values.items()})
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -121,6 +126,21 @@ class TensorBoardWriter(TensorBoard):
         events = self._of(split)
         for name, value in values.items():
             events.add_summary(step, scalar_pb(name, value))
+        events.flush()
+
+    def add_config(self, step: int, config: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        events, settings = self._of("train"), dict(by_key(config))
+        table = ["| setting | value |", "|---|---|", *(f"| {key} | {json.dumps(settings[key])} |" for key in settings)]
+        metadata = create_summary_metadata(display_name=None, description=None)
+        text = make_tensor_proto("\n".join(table).encode())
+        events.add_summary(step, Summary(value=[Summary.Value(tag="config", metadata=metadata, tensor=text)]))
+        plain = {key: value for key, value in settings.items() if isinstance(value, bool | int | float | str)}
+        events.add_summary(step, hparams_pb(plain, trial_id=str(self._directory)))
         events.flush()
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
@@ -189,6 +209,15 @@ class TensorBoardWriter(TensorBoard):
             yield
         except (OSError, OpError) as error:
             log.warning(f"{self._directory}: a profile was not written: {str(error)[:200]}. Training continues.")
+
+
+def _chart(name: str) -> str:
+    """Return the name of a figure's chart: TensorBoard shows charts by groups, which names before a `/` make."""
+    if name.startswith(("examples_per_s", "s_per_step")):
+        return f"speed/{name}"
+    if name.endswith("_share") or name.startswith(("own_s_per_step", "slowest_rank", "save_blocked")):
+        return f"time/{name}"
+    return name
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:

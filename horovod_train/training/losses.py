@@ -41,6 +41,11 @@ OUR_LOSSES: dict[str, Callable[..., tf.Tensor]] = {
     "smoothed_sparse_categorical_crossentropy": smoothed_sparse_categorical_crossentropy,
 }
 """Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
+_CROSSENTROPIES = (
+    keras.losses.SparseCategoricalCrossentropy,
+    keras.losses.CategoricalCrossentropy,
+    keras.losses.BinaryCrossentropy,
+)
 _OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
 """Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
@@ -125,6 +130,19 @@ def takes_labels(loss: Any) -> bool:
         loss = loss._function
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
     return fold(name).endswith(fold("sparse_categorical_crossentropy"))
+
+
+def takes_logits(loss: Any) -> bool | None:
+    """Return whether a loss, as `compile` takes it, compares classes with logits; False: with probabilities.
+
+    None: with neither, or that is not known.
+    """
+    if isinstance(loss, LossOfFunction):
+        return True if loss._function in OUR_LOSSES.values() else None
+    if isinstance(loss, _CROSSENTROPIES):
+        return bool(loss.get_config().get("from_logits"))
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
+    return False if fold(name) in {fold(kind.__name__) for kind in _CROSSENTROPIES} else None
 
 
 def build_loss(spec: Spec) -> ChosenLoss:

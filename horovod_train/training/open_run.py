@@ -21,7 +21,7 @@ from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.batch_source import BatchSource
-from horovod_train.data.dataset import Records, Split, check_counts, scan_records, with_inputs_of
+from horovod_train.data.dataset import Records, Split, check_counts, scan_records, with_class_names_of, with_inputs_of
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.source import difference, names_of
 from horovod_train.data.stream import StreamPipeline, open_stream
@@ -90,7 +90,8 @@ def open_run(config: Config) -> Iterator[Run]:
         _introduce(group, config)
         data = _open_data(config, group)
         if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
-            config = dataclasses.replace(config, data=with_inputs_of(config.data, data["train"].schema))
+            found = with_inputs_of(config.data, data["train"].schema)
+            config = dataclasses.replace(config, data=with_class_names_of(found, data["train"]))
         model = None
         if is_users(config.model.name):
             model = group.call_in_turns(lambda: build_first_model(config), f"calling {config.model.name}")

@@ -6,6 +6,7 @@ Read it top to bottom. All ranks leave the loop at the same step: each stop reas
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +20,7 @@ from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.batch_source import Batches, BatchSource
+from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
 from horovod_train.errors import START_AGAIN, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
@@ -42,6 +44,7 @@ from horovod_train.training.steps.histograms import draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
 
 DONE = StopReason("done")
+SAY_AFTER_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +203,8 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
     state, clock, stopping = run.state, run.clock, run.stopping
     size = run.parts.train.size_of(position(state, run.parts.train))
-    done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
+    with said_if_slow("compiling the first step, which takes minutes for large models", unless=clock.is_running):
+        done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
     run.group.heartbeat.phase("train")
     run.group.heartbeat.record_first_step()
     if not clock.is_running:
@@ -211,6 +215,21 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
     stopping.margin.time_to_safe_step_s = clock.s_per_step() * to_safe_step
     return step
+
+
+@contextmanager
+def said_if_slow(line: str, *, unless: bool = False) -> Iterator[None]:
+    """Log a line if the block has not ended after some seconds, so that nobody takes silence for a stall."""
+    if unless:
+        yield
+        return
+    timer = threading.Timer(SAY_AFTER_S, log.info, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: Audit) -> int:
@@ -293,6 +312,7 @@ def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
         "weights_sha256": state.weights_sha256(),
         "versions": consistency.versions(),
         "config": as_dict(run.config),
+        **({"class_names": names} if (names := list(class_names(run.config.data))) else {}),
         "ended": reason.text,
         "finished": not reason.restartable,
         **({"at_walltime": at_walltime} if at_walltime else {}),

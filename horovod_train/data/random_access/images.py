@@ -1,12 +1,20 @@
-"""Image files in a folder for each class: features `image`, the file, and `label`, the number of its folder."""
+"""Image files in a folder for each class: features `image`, the file, and `label`, the number of its folder.
+
+Without labels, as `predict` reads them: the images of a folder, of a glob, or one file.
+"""
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from horovod_train.config.paths import is_remote
+from horovod_train.data.files import is_no_record, left_out_note, listed
 from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
@@ -16,6 +24,8 @@ from horovod_train.errors import UserError
 
 class ImageFolder(FileStore):
     """The images below a folder, in the order of their names. A Store."""
+
+    are_files = True
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError if there are none."""
@@ -40,6 +50,69 @@ class ImageFolder(FileStore):
         return {name: arrays[name] for name in self._names}
 
 
+class UnlabelledImages(FileStore):
+    """The images in a folder and its folders, or of a glob, in the order of their paths; or one file. A Store.
+
+    The feature is the one that the config calls an image, or else `image`.
+    """
+
+    are_files = True
+
+    def __init__(self, path: str, request: Request) -> None:
+        """Raises UserError if there are none."""
+        files, others = images_at(path)
+        kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+        if not files:
+            raise UserError(f"{path}: expected {kinds} files; found {listed(others) or 'none'}.")
+        self.note = left_out_note(path, others, kinds) if os.path.isdir(path) else ""
+        (self._name,) = request.images if len(request.images) == 1 else ("image",)
+        self._files = files
+        request.choose([self._name], path)
+        super().__init__(path, files)
+        self.defaults = {self._name: {"decode": "image"}}
+        self.blocks = single_blocks(len(files), np.array([stamp.size for stamp in self._stamps.stamps.values()]))
+
+    def name(self, record: int) -> str:
+        return self._files[record]
+
+    def identity(self) -> str:
+        """Return a digest of names and sizes: enough to see that all ranks have the same files, and quickly made."""
+        stamps = self._stamps.stamps.items()
+        return hashlib.sha256(
+            repr([(os.path.basename(name), stamp.size) for name, stamp in stamps]).encode()
+        ).hexdigest()
+
+    def read(self, first: int, last: int) -> Arrays:
+        return {self._name: objects([read_file(file, self._stamps) for file in self._files[first:last]])}
+
+
+def images_at(path: str) -> tuple[list[str], list[str]]:
+    """Return the image files that a local path stands for, and the other files of a folder; hidden ones aside."""
+    if os.path.isdir(path):
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        hidden = f"{os.sep}."
+        found = sorted(file for file in found if hidden not in file[len(path) :] and os.path.isfile(file))
+        found = [file for file in found if not is_no_record(os.path.basename(file))]
+    else:
+        found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path)))
+    return [file for file in found if _is_image(file)], [file for file in found if not _is_image(file)]
+
+
+def are_images(paths: Sequence[str], storage: Storage) -> bool:
+    """Return whether each of these paths is a folder with images, an image, or a glob of images alone."""
+    return bool(paths) and all(not is_remote(path) and _has_images(path) for path in paths)
+
+
+def _has_images(path: str) -> bool:
+    images, others = images_at(path)
+    unread = any(Path(file).suffix.lower() in NOT_READ for file in others)
+    return bool(images or unread) if os.path.isdir(path) else bool(images) and not others
+
+
+def _is_image(path: str) -> bool:
+    return path.lower().endswith(SUFFIXES)
+
+
 def _check_same_classes(path: str, classes: list[str], request: Request) -> None:
     """Raise UserError if a label would stand for different classes in two folders of data.train and data.eval."""
     for other in request.entries:
@@ -59,7 +132,7 @@ def is_image_folder(path: str, storage: Storage) -> bool:
     """Return whether a folder's folders have images. False for remote ones, where asking would take long."""
     if is_remote(path):
         return False
-    folders = [entry.path for entry in os.scandir(path) if entry.is_dir()]
+    folders = [os.path.join(path, name) for name in class_names(path)]
     return any(name.lower().endswith(SUFFIXES + NOT_READ) for folder in folders for name in os.listdir(folder))
 
 

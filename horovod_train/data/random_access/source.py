@@ -80,6 +80,12 @@ class RandomAccessRecords:
         """What users should know before a run."""
         return [store.note for store in self._stores if store.note]
 
+    def files(self) -> list[str]:
+        """Return the file of each record, where each is a file; else nothing."""
+        if not all(store.are_files for store in self._stores):
+            return []
+        return [store.name(record) for store in self._stores for record in range(store.blocks.num_records)]
+
     def open(self) -> LoadBlock:
         for stamps in self._stamps:
             stamps.forget_checks()  # remote files may have changed since they were described
@@ -105,7 +111,7 @@ def open_described(
     labels = labels_of(config)
     config = config if needs_labels else without_labels(config)
     storage = Storage(config.retry_s)
-    folders = (*config.paths("train"), *config.paths("eval"))
+    folders = (*config.paths("train"), *config.paths("eval")) if needs_labels else ()
     request = Request(names_in_config(config), images_in_config(config), setting, storage, folders)
     stores = map_paths(lambda path: open_store(path, request), paths)
     nonempty = [store for store in stores if store.blocks.num_records]

@@ -54,6 +54,8 @@ class Store(Protocol):
     blocks: Blocks
     defaults: dict[str, dict[str, Any]]
     """Settings of features that the store knows, as in data.features, which takes precedence."""
+    are_files: bool
+    """Whether each record is a file, whose path is its name."""
 
     @property
     def note(self) -> str:
@@ -121,6 +123,7 @@ class FileStore:
     """What stores of files have in common. A Store, once it has `blocks` and `read`."""
 
     note = ""
+    are_files = False
 
     def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
         """files: those that hold the records. Raises UserError for one that does not exist."""
@@ -128,7 +131,7 @@ class FileStore:
         self._stamps = FileStamps(files, storage)
         self.size = self._stamps.size
 
-    def identity(self) -> FileStamps:
+    def identity(self) -> FileStamps | str:
         return self._stamps
 
     def name(self, record: int) -> str:

@@ -23,6 +23,8 @@ SAMPLED_RECORDS = 64
 class UsersStore:
     """The records that an object of a user's class gives. A Store."""
 
+    are_files = False
+
     def __init__(self, path: str, request: Request, spec: Spec) -> None:
         """Build the object. Raises UserError for anything that is wrong with its class."""
         self.path, self.defaults, self._spec, self._request = path, dict[str, dict[str, Any]](), spec, request

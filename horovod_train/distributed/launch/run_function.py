@@ -1,5 +1,25 @@
-"""Call a function on several ranks from a Python program: Horovod's `horovod.run`, which needs nothing of ours."""
+"""Call a function on several ranks from a Python program: Horovod's `horovod.run`, in any script or notebook."""
 
-from horovod.runner import run
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from horovod import runner
+
+from horovod_train.errors import UserError
+
+
+@functools.wraps(runner.run)
+def run(*arguments: Any, **options: Any) -> Any:
+    # Horovod's own processes import the script again, under this name.
+    if sys._getframe(1).f_globals.get("__name__") == "__mp_main__":
+        raise UserError(
+            "horovod_train.run: the processes that start ranks import the script, which would start ranks again. Put "
+            'the call below a line: if __name__ == "__main__":'
+        )
+    return runner.run(*arguments, **options)
+
 
 __all__ = ["run"]

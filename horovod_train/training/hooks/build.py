@@ -23,10 +23,14 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
     config, profiled = run.config, run.config.log.profile_at_steps
     per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes
     first_step = int(run.state.step)
-    save, log_training = Save(run, first_step, audit, Copies()), LogTraining(first_step)
+    per_epoch = run.parts.train.steps_per_epoch
+    # Short epochs have a line each, of all their steps, which also shows the evaluation at their end.
+    is_by_epoch = run.parts.eval is not None and config.eval.every_epochs == 1 and per_epoch < config.log.every_steps
+    save = Save(run, first_step, audit, Copies())
+    log_training = LogTraining(first_step, per_epoch if is_by_epoch else None)
 
     def epochs(count: int | None) -> int | None:
-        return count * run.parts.train.steps_per_epoch if count else None
+        return count * per_epoch if count else None
 
     evaluations = [
         every(config.eval.every_steps, evaluate, is_done=is_evaluated),
@@ -37,8 +41,8 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
     return [
         at(profiled, stop_profile),  # first: the profile holds only the step
         every(per_call, show_progress),
-        every(config.log.every_steps, log_training, at_end="always"),
-        every(epochs(1) if run.parts.callbacks else None, log_training),
+        every(None if is_by_epoch else config.log.every_steps, log_training, at_end="always"),
+        every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *evaluations,
         *build_callback_hooks(run, evaluations),

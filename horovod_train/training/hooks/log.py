@@ -22,9 +22,14 @@ SLOW_FROM = 0.15
 
 
 class LogTraining:
-    """first_step: the step at which the run starts or resumes; nothing is logged there."""
+    """Writes a line of training; see the module.
 
-    def __init__(self, first_step: int) -> None:
+    first_step: the step at which the run starts or resumes; nothing is logged there. evaluated_every: the steps between
+    evaluations whose lines show these figures, too.
+    """
+
+    def __init__(self, first_step: int, evaluated_every: int | None = None) -> None:
+        self._evaluated_every = evaluated_every
         self._last_step, self._last_read = first_step, (0.0, 0, 0)
         self._phases = np.zeros(len(MEASURED_PHASES))
         self._phase_steps = 0
@@ -42,7 +47,9 @@ class LogTraining:
         if bad := int(run.group.sum([run.parts.train.skipped])[0]):
             values["skipped_records"] = bad
         values |= run.clock.take_blocked()
-        run.output.append_metrics("train", step, int(run.state.epoch), values, self._where_time_went(run, step, steps))
+        aside = self._where_time_went(run, step, steps)
+        is_shown_later = bool(self._evaluated_every) and step % (self._evaluated_every or 1) == 0
+        run.output.append_metrics("train", step, int(run.state.epoch), values, aside, shown=not is_shown_later)
 
     def _speed(self, run: Run) -> tuple[int, dict[str, float]]:
         """Return the steps since the last call that were timed, and how fast they were."""

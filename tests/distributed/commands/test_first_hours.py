@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def nothing(folder: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
-    "images": (make_images, ["images", "photos"], "72 images in 3 classes: circle, cross, square; 58 to train"),
+    "images": (make_images, ["images", "photos"], "72 images in 3 classes: circle, cross, square; 57 to train"),
     "numbers": (make_numbers, ["table", "flats.csv"], "area (numbers), district (text) → price, a number"),
     "classes": (make_species, ["table", "penguins.csv"], "→ species, 3 classes; 120 to train, 30 to evaluate"),
     "texts": (make_texts, ["text", "reviews.csv"], "in 2 classes of mood: neg, pos; 96 to train"),
@@ -99,12 +100,22 @@ def test_from_data_to_a_model_in_use(kind: str, tmp_path: Path) -> None:
     with (tmp_path / "new.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == figures["records"]
-    names = {"images": {"circle", "cross", "square"}, "classes": set(SPECIES), "texts": {"neg", "pos"}}.get(kind)
+    names = {"images": ["circle", "cross", "square"], "classes": [*SPECIES], "texts": ["neg", "pos"]}.get(kind)
     assert all(row["class"] in names for row in rows) if names else "class" not in rows[0]
+    assert all(1 / len(names) <= float(row["probability"]) <= 1 for row in rows) if names else True
+    assert summary_of(run).get("class_names") == names
+    if kind == "images":
+        assert all(Path(tmp_path / row["file"]).is_file() for row in rows)
+        call(tmp_path, "predict", str(run), "--data", "photos/cross/*.jpg", "--out", "cross.csv", ranks=2)
+        with (tmp_path / "cross.csv").open(newline="") as file:
+            assert len({row["file"] for row in csv.DictReader(file)}) == 24
     call(tmp_path, "predict", str(run), "--out", "new.csv")  # a table of ours may be replaced
     call(tmp_path, "export", str(run), "--out", "model.keras")
     call(tmp_path, "export", str(run), "--out", "served")
     assert _outputs_alone(tmp_path) == "equal"
+    if names:
+        assert json.loads(zipfile.ZipFile(tmp_path / "model.keras").read("class_names.json")) == names
+        assert json.loads((tmp_path / "served" / "assets.extra" / "class_names.json").read_text()) == names
 
 
 def _outputs_alone(folder: Path) -> str:

@@ -14,7 +14,7 @@ pytest.importorskip("s3fs")
 
 from s3_server import S3Server, serving
 
-from horovod_train.data import retries, storage
+from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError
@@ -34,8 +34,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
     with serving(folder) as running:
         for name, value in running.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.001)
-        monkeypatch.setattr(retries, "_LONGEST_PAUSE_S", 0.01)
+        monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+        monkeypatch.setattr(storage, "_LONGEST_PAUSE_S", 0.01)
         s3fs.S3FileSystem.clear_instance_cache()  # another test's server had another port
         yield running
 

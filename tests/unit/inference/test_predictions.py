@@ -11,7 +11,7 @@ import pytest
 
 from horovod_train.commands.cli import check_out
 from horovod_train.errors import RunError, UserError
-from horovod_train.inference.predictions import PREDICTIONS, Predictions, Specs, open_predictions
+from horovod_train.inference.predictions import PREDICTIONS, Predictions, RecordNames, Specs, open_predictions
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
 
@@ -89,3 +89,47 @@ def test_predictions_are_replaced_by_new_ones(tmp_path: Path, name: str) -> None
     check_out("--out", str(tmp_path / name), PREDICTIONS)
     assert write(tmp_path / name, [[1, 0, 2]], 3) == 3
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+ODDS = np.log([[0.7, 0.2, 0.1], [0.25, 0.25, 0.5]])
+SCORES = {
+    "logits": (ODDS + 3, True, ["0.7", "0.5"]),
+    "probabilities": (np.exp(ODDS), False, ["0.7", "0.5"]),
+    "margins": (ODDS, None, None),
+}
+
+
+@pytest.mark.parametrize("form", SCORES)
+def test_a_class_comes_with_its_probability_where_scores_tell_one(form: str, tmp_path: Path) -> None:
+    scores, are_logits, expected = SCORES[form]
+    names = RecordNames(("a.jpg", "b.jpg"), ("ant", "bee", "cat"), are_logits)
+    for suffix in ("csv", "npz"):
+        path = tmp_path / f"out.{suffix}"
+        with closing(
+            open_predictions(str(path), {"output": ((3,), np.dtype("float64"))}, 2, names, is_root=True)
+        ) as file:
+            file.put(np.array([1, 0]), {"output": scores[::-1]})
+            file.finish()
+        check_out("--out", str(path), PREDICTIONS)  # the next prediction may replace it
+    with (tmp_path / "out.csv").open(newline="") as file_of_rows:
+        rows = list(csv.DictReader(file_of_rows))
+    assert [(row["file"], row["class"]) for row in rows] == [("a.jpg", "ant"), ("b.jpg", "cat")]
+    found = [row["probability"] for row in rows] if "probability" in rows[0] else None
+    assert found == expected
+    arrays = np.load(tmp_path / "out.npz")
+    assert arrays["file"].tolist() == ["a.jpg", "b.jpg"]
+    assert arrays["class"].tolist() == ["ant", "cat"]
+    assert ("probability" in arrays) == (expected is not None)
+
+
+@pytest.mark.parametrize(("are_logits", "scores"), [(True, [[2.0], [-2.0]]), (False, [[0.880797], [0.119203]])])
+def test_one_score_is_of_the_second_of_two_classes(are_logits: bool, scores: list[list[float]], tmp_path: Path) -> None:
+    names = RecordNames((), ("no", "yes"), are_logits)
+    specs: Specs = {"output": ((1,), np.dtype("float64"))}
+    with closing(open_predictions(str(tmp_path / "out.csv"), specs, 2, names, is_root=True)) as file:
+        file.put(np.arange(2), {"output": np.array(scores)})
+        file.finish()
+    with (tmp_path / "out.csv").open(newline="") as file_of_rows:
+        rows = list(csv.DictReader(file_of_rows))
+    assert [row["class"] for row in rows] == ["yes", "no"]
+    assert [float(row["probability"]) for row in rows] == pytest.approx([0.880797, 0.880797], abs=1e-5)

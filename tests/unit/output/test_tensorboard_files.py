@@ -78,3 +78,22 @@ def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path, said: li
     tf.reduce_sum(tf.ones([3])).numpy()
     board.stop_profile(8)
     assert [path.name for path in (tmp_path / "plugins" / "profile").iterdir()] == ["step-000000008"]
+
+
+def test_loss_and_metrics_come_before_the_groups_of_speed_and_time_and_settings_are_there(tmp_path: Path) -> None:
+    board = TensorBoardWriter(tmp_path)
+    board.add_config(0, {"seed": 1, "lr_schedule": {"base_lr": 0.1}, "data": {"train": ["a", "b"]}})
+    values = {"loss": 0.5, "accuracy": 1.0, "examples_per_s": 9.0, "compute_share": 1.0, "own_s_per_step_max": 0.1}
+    board.write(3, 1, "train", values)
+    board.close()
+    (file,) = (tmp_path / "train").iterdir()
+    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(file))]
+    found = {value.tag: value for event in events for value in event.summary.value}
+    charts = [tag for tag in found if tag not in ("config", "_hparams_/session_start_info")]
+    assert sorted(charts)[:2] == ["accuracy", "loss"]
+    assert sorted(charts)[2:] == ["speed/examples_per_s", "time/compute_share", "time/own_s_per_step_max"]
+    assert "| lr_schedule.base_lr | 0.1 |" in tf.make_ndarray(found["config"].tensor).item().decode()
+    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
+    content = found["_hparams_/session_start_info"].metadata.plugin_data.content
+    hparams = plugin.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: hparams[name].number_value for name in hparams} == {"seed": 1, "lr_schedule.base_lr": 0.1}

@@ -1,0 +1,154 @@
+"""`horovod_train.train`: a training run from Python, in this process or on ranks that it starts. No command line.
+
+Imports TensorFlow only to train, so that a wrong config is refused at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from horovod_train.config.loader import as_dict, dump, load
+from horovod_train.config.settings import Config
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import START_AGAIN, AlreadySaid, RunError, UserError
+from horovod_train.output.console import to_stdout
+
+if TYPE_CHECKING:
+    import keras
+
+
+class Trained(NamedTuple):
+    """What `train` returns."""
+
+    summary: dict[str, Any]
+    """What summary.json says: `steps`, `epochs`, the last `train` and `eval`, `finished`, …; {} except on root."""
+    model: keras.Model | None
+    """The trained model, to predict with; None except on root."""
+
+
+def train(
+    config: Mapping[str, Any] | str | os.PathLike[str] | Config, *overrides: str, np: int | None = None
+) -> Trained:
+    """Train as a config says; return its summary and the trained model.
+
+    config: a path, the name of a built-in config, a dict of sections, or a Config. overrides: "section.key=value". np:
+    the number of ranks to start on this machine.
+
+    Without np this process is one rank: alone, or one of its launcher, whose ranks must all make this call. With np
+    it waits for other processes, and shows what they print: for notebooks, and for scripts that use the model. They
+    import what the config names, from this folder or sys.path, and run none of the caller's code.
+
+    The model has the weights of the last checkpoint, or their moving averages if the run keeps any, and is not
+    compiled. A run that is asked to stop returns with `finished: false`; called again, it resumes.
+
+    Raises UserError for what must be fixed in config or data; RunError if the run fails.
+    """
+    source = as_dict(config) if isinstance(config, Config) else config
+    loaded, _ = load([source if isinstance(source, Mapping) else os.fspath(source)], overrides)
+    if not loaded.output_dir:
+        raise UserError("output_dir: is required: the folder that the run writes to.")
+    if np is not None:
+        _train_on_ranks(loaded, np)
+    elif not _train_here(loaded, loaded.output_dir):
+        return Trained({}, None)
+    with _environment_kept():
+        return _result(loaded, loaded.output_dir)
+
+
+def _train_here(config: Config, output_dir: str) -> bool:
+    """Train in this process, as one rank; return whether it is root."""
+    from horovod_train.main import check_paths, choose_backend
+    from horovod_train.output import logs
+
+    launch = launcher.detect()
+    launch.check()
+    check_paths(config, output_dir, launch)
+    choose_backend()
+    logs.load_tensorflow()
+    from horovod_train.training import run
+
+    with _environment_kept():
+        try:
+            run.run(config)
+        except AlreadySaid as error:
+            kind = UserError if error.exit_code == UserError.exit_code else RunError
+            raise kind(str(error)) from (error.__cause__ or error)
+    return launch.rank == 0
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undo what is set for Horovod inside the block, which another run would take for the user's own."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _train_on_ranks(config: Config, ranks: int) -> None:
+    """Start ranks with the command `launch`, and show what they print, until they have ended."""
+    started_by = launcher.detect()
+    if started_by.size > 1:
+        raise UserError(f"train: np={ranks} would start ranks from each rank of {started_by.launcher}; leave np out.")
+    if ranks < 1:
+        raise UserError(f"train: np must be at least 1; received {ranks}.")
+    with tempfile.TemporaryDirectory(prefix="horovod_train-") as folder:
+        path = Path(folder, "config.yaml")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(dump(config))
+        words = ["launch", "-np", str(ranks), "--max-restarts", "0", "--", "--config", str(path)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        exit_code, errors = _shown([sys.executable, "-m", "horovod_train.main", *words], environment)
+    if exit_code not in (0, START_AGAIN):
+        said = errors[0] if errors else f"the run ended with exit code {exit_code}; what it printed says why"
+        raise (UserError if exit_code == UserError.exit_code else RunError)(said)
+
+
+def _shown(command: list[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run a program and print its lines, in a notebook too; return its exit code and what it reported as errors."""
+    errors = []
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                to_stdout(line.rstrip("\n"))
+                if line.startswith("error: "):
+                    errors.append(line.removeprefix("error: ").rstrip())
+        except BaseException:  # of an interrupted cell, whose ranks save and end
+            process.terminate()
+            raise
+    return process.returncode, errors
+
+
+def _result(config: Config, output_dir: str) -> Trained:
+    """Read what the run has left: its summary, and the weights of its newest checkpoint."""
+    from horovod_train.main import choose_backend
+    from horovod_train.output import logs
+
+    choose_backend()
+    logs.load_tensorflow()
+    from horovod_train.checkpoint.manager import open_checkpoint
+    from horovod_train.inference.run import build_bare_model, load_weights
+
+    summary = json.loads(Path(output_dir, "summary.json").read_text(encoding="utf-8"))
+    model = build_bare_model(config)
+    load_weights(model, open_checkpoint(output_dir, "output_dir"), "auto")
+    return Trained(summary, model)

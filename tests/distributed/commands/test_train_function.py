@@ -1,0 +1,98 @@
+"""`horovod_train.train`: in this process, twice; on two ranks from a notebook; and what it refuses, before any rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, PROJECT, rank_environment, run_process, warm_python
+
+import horovod_train
+from horovod_train.errors import UserError
+
+BASE = """
+data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
+model: user_models:small
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+lr_schedule: {{base_lr: 0.1}}
+log: {{tensorboard: false}}
+"""
+
+
+def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(BASE.format(data=digits))
+    program = str(PROGRAMS / "trained_twice.py")
+    finished = run_process([*warm_python(), program, str(tmp_path), str(tmp_path / "config.yaml")])
+    assert finished.returncode == 0, finished.text
+    found = json.loads((tmp_path / "found.json").read_text())
+    first, second = found["runs"]
+    assert (first["steps"], second["steps"]) == (15, 30)
+    assert first["weights"] != second["weights"]
+    assert "resumed from" in finished.stdout
+    assert found["left"] == []
+
+
+def test_the_notebook_trains_predicts_and_calls_a_function_on_two_ranks(tmp_path: Path) -> None:
+    """Its cells in one process without a file, as a kernel runs them."""
+    cells = json.loads((PROJECT / "examples" / "notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    script = "\n".join([*code[:-1], "print(trained.summary['eval']['accuracy'], trained.summary['ranks'])", code[-1]])
+    last = script.rpartition("\n")[2]
+    script = f"{script.removesuffix(last)}print('means', {last})"
+    environment = rank_environment()
+    finished = run_process([sys.executable, "-c", script], cwd=tmp_path, environment=environment)
+    assert finished.returncode == 0, finished.text
+    lines = finished.stdout.splitlines()
+    accuracy, ranks = next(line.split() for line in lines if line.startswith("0.") and len(line.split()) == 2)
+    assert (float(accuracy) > 0.8, ranks) == (True, "2")
+    assert "means [1.5, 1.5]" in lines
+    assert any("2 rank(s) on 1 host(s)" in line for line in lines)  # what ranks print is shown in the notebook
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int | None, str]] = {
+    "a misspelt key": ({"optimiser": "sgd"}, None, "optimiser: unknown key; did you mean optimizer?"),
+    "no folder": ({"data": {"train": "t.csv", "global_batch_size": 8}, "train": {"epochs": 1}}, None, "output_dir"),
+    "no data": (
+        {"output_dir": "runs/a", "data": {"train": "nowhere", "global_batch_size": 8}, "train": {"epochs": 1}},
+        None,
+        "nowhere does not exist",
+    ),
+    "no rank": (
+        {"output_dir": "runs/a", "data": {"train": "t.csv", "global_batch_size": 8}, "train": {"epochs": 1}},
+        0,
+        "np must be at least 1; received 0",
+    ),
+    "an object": ({"model": object()}, None, "expected what YAML can hold"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_raised_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, np_, said = REFUSED[name]
+    with pytest.raises(UserError, match=said):
+        horovod_train.train(config, np=np_)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_without_its_guard_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import horovod_train\nhorovod_train.run(print, np=2, use_gloo=True)\n")
+    finished = run_process([sys.executable, str(script)])
+    assert finished.returncode != 0
+    assert 'if __name__ == "__main__":' in finished.text
+
+
+def test_the_package_shows_what_it_has() -> None:
+    assert {"train", "run", "keras", "tensorflow", "errors"} <= {*dir(horovod_train)}
+    with pytest.raises(AttributeError, match="it has Trained"):
+        horovod_train.trian  # noqa: B018
+    script = "import sys, horovod_train; horovod_train.train; print('tensorflow' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found == "False\n"
