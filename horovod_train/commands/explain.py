@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +39,7 @@ State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "runn
 WATCH_S = 2 * REFRESH_S
 LAUNCH_LINES = 6
 """How many of the last lines of the command launch are shown: those of about three starts."""
+MOST_CLOCKS_DIFFER_S = 60.0
 _NAMED_RANK = re.compile(r"\brank (\d+) \(")
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
@@ -222,7 +223,8 @@ def _read(folder: Path) -> Checkpoint:
 def _judge(
     stories: Mapping[int, RankStory], summary: Mapping[str, Any], find_holder: Callable[[], str | None]
 ) -> Outcome:
-    """Return what went wrong first. Assumes that the hosts' clocks agree."""
+    """Return what went wrong first."""
+    stories = _on_one_clock(stories)
     ends = {rank: story.end for rank, story in stories.items() if story.end}
     went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
     if went_wrong:
@@ -248,6 +250,27 @@ def _judge(
     sign = " ".join(filter(None, [last.kind, last.text.partition("\n")[0]]))
     what = f"all ranks were killed together, from outside; last line in the logs: {sign}"
     return Outcome("disappeared", what, None, last.time)
+
+
+def _on_one_clock(stories: Mapping[int, RankStory]) -> Mapping[int, RankStory]:
+    """Return the stories with times as on rank 0's host, where another host's clock is wrong by more than a minute.
+
+    All ranks begin their logs when they have met, so at the same moment.
+    """
+    if 0 not in stories:
+        return stories
+    root, aligned = stories[0], dict(stories)
+    for rank, story in stories.items():
+        ahead = datetime.fromisoformat(story.entries[0].time) - datetime.fromisoformat(root.entries[0].time)
+        if story.host != root.host and abs(ahead.total_seconds()) > MOST_CLOCKS_DIFFER_S:
+            entries = tuple(dataclasses.replace(entry, time=_earlier_by(ahead, entry.time)) for entry in story.entries)
+            end = story.end and {**story.end, "time": _earlier_by(ahead, str(story.end["time"]))}
+            aligned[rank] = dataclasses.replace(story, entries=entries, end=end)
+    return aligned
+
+
+def _earlier_by(ahead: timedelta, moment: str) -> str:
+    return (datetime.fromisoformat(moment) - ahead).isoformat(timespec="milliseconds")
 
 
 def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:

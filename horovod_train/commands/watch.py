@@ -292,7 +292,9 @@ def _title(look: Look) -> str:
     where = f"{root.about.size} rank(s) on {hosts} host(s), launcher {root.about.launcher}"
     if look.is_over:
         return f"{look.run_dir}: over; {where}"
-    return f"{look.run_dir}: {where}, for {_clock((datetime.now().astimezone() - root.began).total_seconds())}"
+    return (
+        f"{look.run_dir}: {where}, for {_clock(max(0.0, (datetime.now().astimezone() - root.began).total_seconds()))}"
+    )
 
 
 def _progress(look: Look) -> Iterator[RenderableType]:

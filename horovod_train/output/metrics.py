@@ -123,12 +123,12 @@ class MetricsFile(JsonLines):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "metrics.jsonl", METRICS)
-        self._started = time.time()
+        self._started = time.monotonic()
         self.last: dict[str, Mapping[str, float | None]] = {}
         """The last values of each split, also from before a resume."""
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        seconds = round(time.time() - self._started, 3)
+        seconds = round(time.monotonic() - self._started, 3)
         self.append({"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values})
         self.last[split] = values
 

@@ -175,9 +175,9 @@ class RunOutput(Output):
         self._prometheus = PrometheusFile(directory)
         self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._prometheus]
         self._writers += [self._trackers, *user_writers]
-        self._started = time.time()
         self._held: tuple[int, Mapping[str, float], Aside] = (-1, {}, NO_ASIDE)
         """The training's figures that the next line of an evaluation shows, and their step."""
+        self._started = time.monotonic()
         self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
         self._bar = _build_bar() if bar else None
@@ -228,7 +228,7 @@ class RunOutput(Output):
         self.show_progress(step)
         for writer in self._writers:
             writer.write(step, epoch, split, {**values, **aside.figures})
-        seconds = int(time.time() - self._started)
+        seconds = int(time.monotonic() - self._started)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         if not shown:
             self._held = step, values, aside

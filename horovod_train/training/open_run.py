@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -44,6 +45,7 @@ from horovod_train.training.stopping import StopCoordinator, collected_signals
 
 _RANKS_SHOWN, _LENGTHS_SHOWN = 3, 8
 """Differences and lengths that a message names."""
+MOST_CLOCKS_DIFFER_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def open_run(config: Config) -> Iterator[Run]:
 
     Raises UserError or RanksStartApart for problems that the user must fix.
     """
-    started = time.time()
+    started = time.monotonic()
     with ExitStack() as stack:
         environment = _environment(config)
         if config.horovod.timeline:
@@ -99,7 +101,7 @@ def open_run(config: Config) -> Iterator[Run]:
             parts = build_components(config, group, data["train"], data.get("eval"), model)
         if choice := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
             log.info(choice)
-        deadline = _deadline(config, started)
+        deadline = _deadline(config, started, group)
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
         times = PhaseTimes(lambda: _measured_phase(group, parts.train_step))
         yield Run(config, group, output, store, stopping, run_end, parts, checkpoint, started, times)
@@ -154,10 +156,25 @@ def _output_told_of_failure(output: Output) -> Iterator[None]:
         raise
 
 
-def _deadline(config: Config, started: float) -> float | None:
-    """Return when the process must have ended, seconds since 1970: the earlier of config and scheduler, if any."""
-    limit = started + config.train.max_time if config.train.max_time is not None else None
-    deadlines = [end for end in (limit, launcher.detect().end_time) if end is not None]
+def _deadline(config: Config, started: float, group: WorkerGroup) -> float | None:
+    """Collective: return when the process must have ended: the earlier of config and scheduler, if any.
+
+    started, and what is returned: on time.monotonic's clock, which no correction sets. The scheduler's end is compared
+    once with the middle one of the ranks' clocks, because a host whose clock is wrong would end the run, or let it run
+    too long. Warns of such a host.
+    """
+    clocks = group.gather(time.time())
+    now = statistics.median_high(clocks)  # of two that differ the one by which the run ends earlier
+    for rank, clock in enumerate(clocks):
+        if abs(clock - now) > MOST_CLOCKS_DIFFER_S and group.is_root:
+            difference = f"{abs(clock - now):.0f} s {'ahead of' if clock > now else 'behind'}"
+            log.warning(
+                f"the clock of {group.name(rank)} is {difference} the others: times in its log are wrong by that."
+            )
+    deadlines = [] if config.train.max_time is None else [started + config.train.max_time]
+    end_time = launcher.detect().end_time
+    if end_time is not None:
+        deadlines.append(time.monotonic() + end_time - now)
     return min(deadlines, default=None)
 
 

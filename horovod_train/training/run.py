@@ -307,7 +307,7 @@ def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
         "steps": int(state.step),
         "epochs": int(state.epoch),
         "ranks": run.group.size,
-        "seconds": round(time.time() - run.started, 3),
+        "seconds": round(time.monotonic() - run.started, 3),
         "examples_per_s": round(records / seconds, 1) if seconds else None,
         "weights_sha256": state.weights_sha256(),
         "versions": consistency.versions(),

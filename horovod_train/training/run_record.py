@@ -132,7 +132,7 @@ class Run:
     checkpoint: Checkpoint | None
     """On root, the checkpoint to resume from, if there is one."""
     started: float
-    """Seconds since 1970."""
+    """On time.monotonic's clock."""
     phase_times: PhaseTimes
     clock: Stopwatch = field(default_factory=Stopwatch)
 

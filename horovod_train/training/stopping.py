@@ -139,7 +139,7 @@ class StopCoordinator:
     """Collects this rank's stop reasons. `vote` returns the first reason of any rank, the same on all.
 
     received: the numbers of the signals so far; see collected_signals.
-    deadline: seconds since 1970 by which the process must have ended, or None.
+    deadline: by when the process must have ended, on time.monotonic's clock, or None.
     run_dir: on root, the folder in which a file named STOP asks the run to end; None on other ranks.
     """
 
@@ -155,7 +155,7 @@ class StopCoordinator:
     ) -> None:
         self.deadline, self.lease, self.store, self._received = deadline, lease, store, received
         self.stop_file = run_dir / STOP_FILE if run_dir else None
-        left = 0.0 if deadline is None else max(0.0, deadline - time.time())
+        left = 0.0 if deadline is None else max(0.0, deadline - time.monotonic())
         self.margin = Margin(min(FIRST_SAVE_S, left / 10))
         self.at_walltime: dict[str, float] = {}
         """Set when the ranks stop for the deadline: time left, time kept for stopping, and the measured times."""
@@ -175,7 +175,11 @@ class StopCoordinator:
         counts = self.pace.meet([float(reason in local_reasons) for reason in _ALL])
         agreed = [reason for reason, count in zip(_ALL, counts, strict=True) if count]
         if _WALLTIME in agreed and not self.at_walltime and self.deadline is not None:
-            measured = {"left_s": self.deadline - time.time(), "kept_s": self.margin.seconds(), **asdict(self.margin)}
+            measured = {
+                "left_s": self.deadline - time.monotonic(),
+                "kept_s": self.margin.seconds(),
+                **asdict(self.margin),
+            }
             self.at_walltime = {name: round(seconds, 3) for name, seconds in measured.items()}
         return StopReason(agreed[0], restartable=True) if agreed else None
 
@@ -187,7 +191,7 @@ class StopCoordinator:
         reasons = {signal.Signals(number).name for number in self._received}
         self.margin.write_s = max(self.margin.write_s, self.store.write_s)
         self.margin.between_votes_s = self.pace.longest_s
-        if self.deadline is not None and time.time() + self.margin.seconds() >= self.deadline:
+        if self.deadline is not None and time.monotonic() + self.margin.seconds() >= self.deadline:
             reasons.add(_WALLTIME)
         if self.stop_file is not None and os.path.exists(self.stop_file):  # False too if the disk is gone
             reasons.add(STOP_FILE_REASON)

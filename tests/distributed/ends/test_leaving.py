@@ -371,6 +371,26 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
     assert found.step == 5
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_rank_whose_clock_is_wrong_is_named_and_does_not_end_the_run(
+    config: Path, tmp_path: Path, hours: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('SLURM_PROCID') == '1':\n"
+        f"    right = time.time; time.time = lambda: right() + {hours * 3600}\n"
+    )
+    environment = rank_environment() | {"SLURM_JOB_END_TIME": str(int(time.time()) + 1800)}
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    words = ["--config", config, "train.max_steps=30", "--output-dir", tmp_path / "run"]
+    finished = train(words, launcher="srun", np=3, environment=environment)
+    assert finished.returncode == 0, finished.text
+    order = "ahead of" if hours > 0 else "behind"
+    assert re.search(rf"warning: the clock of rank 1 \(\S+\) is 3[56]\d\d s {order} the others", finished.text)
+    assert summary_of(tmp_path / "run")["seconds"] < 3000
+
+
 def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: Path) -> None:
     """What on_train_end changes is in the checkpoint, once; and a run that a callback has ended does not train on."""
     run, stops = tmp_path / "run", "{name: user_callbacks:StopsAfter, options: {epoch: 0}}"

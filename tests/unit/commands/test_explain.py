@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +110,20 @@ def test_of_two_failures_the_earlier_counts(tmp_path: Path) -> None:
     assert found.rank == 1
     assert found.next.startswith("fix that; then start again with: ")
     assert (found.checkpoint, found.steps_lost) == (None, 470)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_the_earlier_failure_counts_where_the_clock_of_a_host_is_wrong(tmp_path: Path, hours: int) -> None:
+    run = Run(tmp_path, 2, hosts=2)
+    run.end(1, "failed", 2, error="shard-3: record 7 is damaged")
+    run.end(0, "failed", 1, error="KeyError: 'x'")
+
+    def moved(time: re.Match[str]) -> str:
+        return (datetime.fromisoformat(time[0]) + timedelta(hours=hours)).isoformat(timespec="milliseconds")
+
+    for path in (tmp_path / "logs" / "rank-1.log", end_file(tmp_path / "logs", 1)):
+        path.write_text(re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+\+\d\d:\d\d", moved, path.read_text()))
+    assert explain(tmp_path).rank == 1
 
 
 @pytest.mark.parametrize(

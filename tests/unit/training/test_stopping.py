@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from horovod_train.training.stopping import (
     EarlyStopping,
     Margin,
     PeriodicSync,
+    StopCoordinator,
+    StopReason,
     collected_signals,
     seconds_between_votes,
 )
@@ -153,6 +158,18 @@ def test_the_time_of_a_hook_is_kept_for_another() -> None:
     before = margin.seconds()
     margin.hook_s = 30
     assert margin.seconds() == before + 60
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_deadline_stays_where_it_is_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    clock = Clock(monkeypatch)
+    nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
+    stopping = StopCoordinator(Alone(), nothing, nothing, set(), deadline=1900.0, run_dir=None)  # type: ignore[arg-type]
+    now = time.time()
+    monkeypatch.setattr("horovod_train.training.stopping.time.time", lambda: now + 3600 * hours)
+    assert stopping.vote() is None
+    clock.now = 1890.0
+    assert stopping.vote() == StopReason("walltime", restartable=True)
 
 
 def test_signals_that_announce_the_end_are_collected_and_an_ignored_hangup_stays_ignored() -> None:
