@@ -13,7 +13,6 @@ hosts meet.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import signal
 import sys
@@ -27,7 +26,7 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
 from horovod_train.commands.cli import Parser, add_config_arguments, count, load_config
 from horovod_train.commands.first_run import CONFIG
 from horovod_train.distributed.launch import hosts, launcher
-from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE, Meeting
+from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.hosts import Host
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
@@ -36,6 +35,7 @@ from horovod_train.distributed.launch.started_ranks import (
     Ended,
     Kind,
     StartedRanks,
+    meeting_of_hosts,
     new_meeting,
     start_by_mpirun,
     start_here,
@@ -172,17 +172,12 @@ def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting) -> Plan:
             f"launch: {meeting.launcher} has started {meeting.size} of it, each for {slots} rank(s) of its host: "
             f"there are always {ranks}. --slots says how many a host has. Leave out -np and --min-np."
         )
-    together = {SIZE: str(ranks), ROOT: meeting.root, JOB: meeting.name, PORT: str(meeting.port or "")}
+    together = meeting_of_hosts(meeting, ranks)
 
     def begin(words: Sequence[str], _most: int, _least: int) -> StartedRanks:
-        return start_here({**_secret(), **together}, meeting.rank * slots, slots, words)
+        return start_here(together, meeting.rank * slots, slots, words)
 
     return Plan(ranks, f"{meeting.launcher} has started {meeting.size} of it; {slots} of {ranks} ranks are here", begin)
-
-
-def _secret() -> dict[str, str]:
-    """Return the secret of all hosts as their launcher gave it; start_here passes on no file that holds one."""
-    return {name: os.environ[name] for name in (launcher.TOKEN, launcher.TOKEN_FILE) if name in os.environ}
 
 
 def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:

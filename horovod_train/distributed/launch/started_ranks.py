@@ -20,7 +20,7 @@ from typing import Literal
 
 import psutil
 
-from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, RANK, ROOT, SIZE
+from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, RANK, ROOT, SIZE, Meeting
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import START_AGAIN
@@ -144,6 +144,12 @@ def new_meeting(ranks: int, root: str) -> dict[str, str]:
     Name and secret are new, so that no rank of an earlier start can join it.
     """
     return {SIZE: str(ranks), ROOT: root, JOB: secrets.token_hex(8), TOKEN: secrets.token_hex(16)}
+
+
+def meeting_of_hosts(hosts: Meeting, ranks: int) -> dict[str, str]:
+    """Return the same where each host has a rank of `hosts`, whose launcher gave it a secret, if it has one."""
+    secret = {name: os.environ[name] for name in (TOKEN, TOKEN_FILE) if name in os.environ}
+    return {**secret, SIZE: str(ranks), ROOT: hosts.root, JOB: hosts.name, PORT: str(hosts.port or "")}
 
 
 def start_here(meeting: Mapping[str, str], first: int, ranks: int, program: Sequence[str]) -> StartedRanks:
