@@ -129,7 +129,16 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         is_refusal = ":" not in spec.name and isinstance(error, TypeError | ValueError)  # by a class of Keras
         kind = "" if is_refusal else f"{type(error).__name__}: "
         given = f" with options {spec.options}" if spec.options else ""
-        raise UserError(f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}") from error
+        raise UserError(
+            f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}{_advice(error)}"
+        ) from error
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about an error that many meet; "" if that is not known."""
+    if "URL fetch failure" in str(error):  # keras.utils.get_file
+        return ". Without internet here, run `plan` with this config where there is some, and copy ~/.keras from there."
+    return ""
 
 
 def raised_at(error: BaseException) -> str:
