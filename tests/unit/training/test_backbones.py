@@ -47,7 +47,7 @@ def test_a_file_of_other_layers_is_still_refused(tmp_path: Path) -> None:
 
 def test_all_but_the_head_is_frozen_and_trained_later() -> None:
     model = with_head()
-    freezing = Freezing(model, ModelSpec("any", freeze=("all but head",), unfreeze={2: "last/"}))
+    freezing = Freezing(model, ModelSpec("any", freeze=("all but head",), unfreeze={"2": "last/"}))
     freezing.apply(0)
     assert [weight.path for weight in model.trainable_weights] == ["head/kernel", "head/bias"]
     freezing.apply(2)
