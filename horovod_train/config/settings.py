@@ -225,7 +225,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    every_steps: int = setting(100, "steps between lines of training metrics", minimum=1)
+    every_steps: int = setting(
+        100, "steps between lines of training; at most an epoch, if each is evaluated", minimum=1
+    )
     tensorboard: bool = setting(True, "write TensorBoard scalars")
     writers: tuple[str, ...] = setting((), "package.module:class, each writes the metrics in one more form")
     trackers: tuple[Spec, ...] = setting((), "csv, mlflow, wandb or package.module:class that get the metrics too")

@@ -165,7 +165,8 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     lines = [("ranks", f"{facts['ranks']}")]
     for split, records in facts["records"].items():
         if records:
-            where = f"from {records['source']}" if records["source"] else f"in {records['files']} files"
+            parts = "1 file or folder" if records["files"] == 1 else f"{records['files']} files"
+            where = f"from {records['source']}" if records["source"] else f"in {parts}"
             summary = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
             if records["fold"]:
                 summary += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
