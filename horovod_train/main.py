@@ -27,7 +27,7 @@ from pathlib import Path
 
 from horovod_train import __version__
 from horovod_train.commands import first_run
-from horovod_train.commands.cli import Parser, add_config_arguments, load_config, require_output_dir
+from horovod_train.commands.cli import Parser, add_config_arguments, load_config, missing_data, require_output_dir
 from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
@@ -156,6 +156,8 @@ def _train(argv: Sequence[str]) -> int:
             if data_folder is not None:
                 choose_backend()  # making the data loads TensorFlow
                 first_run.prepare_data(data_folder)
+        if missing := missing_data(config, origins):
+            raise UserError(missing[0])
         check_paths(config, output_dir, launch)
     return _run(config, launch)
 

@@ -78,6 +78,13 @@ def _train_here(config: Config, output_dir: str) -> bool:
     with _environment_kept():
         try:
             run.run(config)
+        except RuntimeError as error:
+            if "cannot be modified after initialization" not in str(error):
+                raise
+            raise UserError(
+                "train: this process has used TensorFlow already, so its threads and devices cannot be set any more. "
+                "Train first, or in other processes: np=1."
+            ) from error
         except AlreadySaid as error:
             kind = UserError if error.exit_code == UserError.exit_code else RunError
             raise kind(str(error)) from (error.__cause__ or error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
-from horovod_train.config.loader import Origins, is_number, load
-from horovod_train.config.paths import path_problem, remote_problem, text_problem
+from horovod_train.config.loader import BUILT_IN, Origins, is_number, load, setting_like
+from horovod_train.config.paths import missing_paths, path_problem, remote_problem, text_problem
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
@@ -58,6 +59,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(joined, namespace)
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        setting = setting_like(unknown[0].partition("=")[0]) if unknown else None
+        if setting:
+            message = f"{unknown[0]}: settings are written without dashes, with =: {setting}=VALUE"
         command = self.prog.partition(" ")[2]
         raise UserError(f"{command}: " * bool(command) + f"{message.rstrip('.')}. See --help.")
 
@@ -152,6 +157,26 @@ def load_from_arguments(arguments: Iterable[str]) -> Config:
 def nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest one above it that exists."""
     return next((place for place in (path, *path.parents) if place.exists()), path)
+
+
+def missing_data(config: Config, origins: Origins) -> list[str]:
+    """Return a sentence for each path of the data that does not exist, with the command that the config's head gives.
+
+    origins: says which file named the data.
+    """
+    return list(missing_paths(config.data, _command_in_head(origins.get("data.train", "").rpartition(":")[0])))
+
+
+def _command_in_head(name: str) -> str:
+    """Return the command `prepare …` in the comments of a config; "" if it has none."""
+    path = Path(name) if os.path.isfile(name) else BUILT_IN / f"{name}.yaml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    lines = re.sub(r" \\\n#\s*", " ", text).splitlines()
+    commands = [re.search(r"^#\s*(python -m horovod_train\.main prepare .*?)(\s{2,}#.*)?$", line) for line in lines]
+    return next((match[1] for match in commands if match), "")
 
 
 def require_output_dir(config: Config) -> str:

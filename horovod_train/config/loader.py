@@ -7,6 +7,7 @@ Does not know what the settings mean; see settings.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import re
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from horovod_train.config.paths import (
+    did_you_mean,
     path_problem,
     remote_problem,
     takes_remote_paths,
@@ -145,7 +147,10 @@ def _read_yaml(name: str) -> _Located:
         text = (built_in if is_built_in else Path(name)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise UserError(f"--config {name}: cannot be read: {reason}.") from error
+        if setting_like(name) == name and "." in name:
+            raise UserError(f"argument {name!r}: expected section.key=value, without blanks: {name}=VALUE.") from error
+        hint = did_you_mean(name) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"--config {name}: cannot be read: {reason}.{hint}") from error
     return _located(compose(text, name), name)
 
 
@@ -250,7 +255,7 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     hints = _hints(cls)
     for key in values:
         if key not in fields:
-            _fail(f"{prefix}{key}", origins, f"unknown key; {suggest(str(key), list(fields))}")
+            _fail(f"{prefix}{key}", origins, f"unknown key; {_place_of(str(key), list(fields))}")
     arguments = {}
     for key, value in values.items():
         path, field = f"{prefix}{key}", fields[key]
@@ -267,6 +272,55 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     for key in (name for name in required if name not in arguments):
         _fail(f"{prefix}{key}", origins, "is required and missing.")
     return cls(**arguments)
+
+
+_OTHER_NAMES = {
+    "batch_size": "data.global_batch_size",
+    "global_batch": "data.global_batch_size",
+    "lr": "lr_schedule.base_lr",
+    "learning_rate": "lr_schedule.base_lr",
+    "num_epochs": "train.epochs",
+    "n_epochs": "train.epochs",
+    "steps": "train.max_steps",
+    "num_steps": "train.max_steps",
+    "momentum": "optimizer.options.momentum",
+    "weight_decay": "optimizer.options.weight_decay",
+    "warmup": "lr_schedule.warmup_epochs",
+    "fp16": "precision",
+    "mixed_precision": "precision",
+    "checkpoint_dir": "output_dir",
+    "logdir": "output_dir",
+}
+"""Names that other tools give to settings."""
+
+
+def setting_like(name: str) -> str | None:
+    """Return the setting that a name without, or with another, section means; None if there is none or several."""
+    name = name.strip("-").replace("-", "_")
+    if name in (known := list(_settings_of(Config))):
+        return name
+    last = name.rpartition(".")[2]
+    found = [path for path in known if path.rpartition(".")[2] == last]
+    return found[0] if len(found) == 1 else _OTHER_NAMES.get(last)
+
+
+def _settings_of(cls: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(cls):
+        hint = _hints(cls)[field.name]
+        is_section = dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Spec)
+        yield f"{prefix}{field.name}"
+        yield from _settings_of(hint, f"{prefix}{field.name}.") if is_section else ()
+
+
+def _place_of(key: str, siblings: list[str]) -> str:
+    """Return the end of a message about an unknown key: a sibling, or the setting of another section that it means."""
+    near = suggest(key, siblings)
+    elsewhere = setting_like(key)
+    return f"did you mean {elsewhere}?" if elsewhere and (not _is_close(key, siblings)) else near
+
+
+def _is_close(key: str, siblings: list[str]) -> bool:
+    return bool(difflib.get_close_matches(key, siblings, n=1, cutoff=0.75))
 
 
 def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:

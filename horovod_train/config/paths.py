@@ -5,6 +5,8 @@ Also what is wrong with a text wherever it stands in a config: a secret in an ad
 
 from __future__ import annotations
 
+import difflib
+import glob
 import os
 import re
 import sys
@@ -35,6 +37,35 @@ def text_problem(key: str, text: str) -> str | None:
     if "\0" in text:
         return f"must not hold a NUL character, which no name or path can have; received {text!r}."
     return None
+
+
+def did_you_mean(path: str) -> str:
+    """Return a question that names the most similar local path; "" if there is none."""
+    found = "/" if os.path.isabs(path) else ""
+    for part in filter(None, path.split("/")):
+        names = [name for name in os.listdir(found or ".") if not name.startswith(".")] if _is_open(found) else []
+        near = [part] if part in (".", "..", *names) else difflib.get_close_matches(part, names, n=1, cutoff=0.6)
+        if not near:
+            return ""
+        found = os.path.join(found, near[0])
+    return f" Did you mean {found}?" if found else ""
+
+
+def _is_open(folder: str) -> bool:
+    return os.path.isdir(folder or ".") and os.access(folder or ".", os.R_OK | os.X_OK)
+
+
+def missing_paths(config: DataConfig, made_by: str = "") -> Iterator[str]:
+    """Yield a sentence for each local path of data.train and data.eval that does not exist.
+
+    made_by: the command that makes the records, if one is known.
+    """
+    for split in ("train", "eval"):
+        for path in config.paths(split) if not (config.source or config.dataset) else ():
+            if _URL.match(path) or glob.has_magic(path) or os.path.lexists(path):
+                continue
+            hint = did_you_mean(path) or (f" Make it by: {made_by}" if made_by else "")
+            yield f"data.{split}: {path} does not exist.{hint or f' It is looked for in {os.getcwd()}.'}"
 
 
 def path_problem(key: str, text: str) -> str | None:

@@ -129,7 +129,16 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         is_refusal = ":" not in spec.name and isinstance(error, TypeError | ValueError)  # by a class of Keras
         kind = "" if is_refusal else f"{type(error).__name__}: "
         given = f" with options {spec.options}" if spec.options else ""
-        raise UserError(f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}") from error
+        raise UserError(
+            f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}{_advice(error)}"
+        ) from error
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about an error that many meet; "" if that is not known."""
+    if "URL fetch failure" in str(error):  # keras.utils.get_file
+        return ". Without internet here, run `plan` with this config where there is some, and copy ~/.keras from there."
+    return ""
 
 
 def raised_at(error: BaseException) -> str:
@@ -191,6 +200,10 @@ def suggest(name: str, known: list[str]) -> str:
     return f"expected one of {', '.join([*known[:12], *['…'] * (len(known) > 12)])}." if known else "there is none."
 
 
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
 def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
     """Return the names in which a pattern matches anywhere (re.search).
 
@@ -202,5 +215,5 @@ def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
     except re.error as error:
         raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
     if not matching:
-        raise UserError(f"{where}: {pattern!r} is in none of {', '.join(names) or 'nothing'}.")
+        raise UserError(f"{where}: {pattern!r} is in none of {_shown(names) or 'nothing'}.")
     return matching

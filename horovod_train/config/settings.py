@@ -55,7 +55,7 @@ class ModelSpec(Spec):
     )
     init_exclude: tuple[str, ...] = setting((), "patterns (re.search) of weights' paths that init_from leaves alone")
     lora: dict[str, Any] = setting({}, "layers that get Keras' LoRA: pattern of their paths → rank, like {dense: 4}")
-    freeze: tuple[str, ...] = setting((), "patterns of weights' paths that are not trained")
+    freeze: tuple[str, ...] = setting((), "patterns of weights' paths that are not trained, or all but LAYER, …")
     unfreeze: dict[str, Any] = setting({}, "frozen weights to train after all: complete epochs → patterns")
 
     def unfrozen_by_epoch(self) -> list[tuple[int, tuple[str, ...]]]:
@@ -225,7 +225,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    every_steps: int = setting(100, "steps between lines of training metrics", minimum=1)
+    every_steps: int = setting(
+        100, "steps between lines of training; at most an epoch, if each is evaluated", minimum=1
+    )
     tensorboard: bool = setting(True, "write TensorBoard scalars")
     writers: tuple[str, ...] = setting((), "package.module:class, each writes the metrics in one more form")
     trackers: tuple[Spec, ...] = setting((), "csv, mlflow, wandb or package.module:class that get the metrics too")

@@ -260,7 +260,8 @@ def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
     schema, source = records.schema, records.source
     while isinstance(source, Selection):
         source = source.source
-    names = schema.features[schema.targets[0]].class_names if len(schema.targets) == 1 else ()
+    feature = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
+    names = feature.class_names if feature else ()  # data.parse says nothing of features
     if not names or not isinstance(source, RandomAccessRecords):
         return config
     (target,) = schema.targets

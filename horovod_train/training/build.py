@@ -108,6 +108,7 @@ def build_components(
     for records in (data, eval_data):
         if isinstance(records, Records):
             compiled.check_classes(records.schema)
+            compiled.check_loss(records.schema)
     training = build_training(config, group, compiled, train)
     evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
     _check_watched(config, evaluation)

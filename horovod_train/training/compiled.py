@@ -24,7 +24,7 @@ from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.fine_tuning import multiply_rates
-from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels
+from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels, takes_logits
 from horovod_train.training.state import AverageSlots
 from horovod_train.training.steps.optimizers import optimizers_in
 from horovod_train.training.steps.shares import Data
@@ -108,6 +108,24 @@ class Compiled:
                     f"has {outputs} values, for classes from 0 to {outputs - 1}. Build the model with {classes} "
                     f"outputs, or correct classes of {target}."
                 )
+
+    def check_loss(self, schema: Schema) -> None:
+        """Raise UserError for a loss that compares each output with a number of its own, where records have labels."""
+        loss: Any = compile_arguments(self.model).get("loss")
+        outputs: list[Any] = list(getattr(self.model, "outputs", None) or [])
+        if len(outputs) != 1 or len(schema.targets) != 1 or {"train_step", "compute_loss"} & {*self.own}:
+            return
+        feature, shape = schema.features.get(schema.targets[0]), outputs[0].shape
+        is_label = feature and not feature.tensor_shape and feature.tensor_dtype.startswith(("int", "uint"))
+        is_of_keras = type(loss).__module__.startswith("keras.") and not takes_labels(loss)
+        if not is_label or not is_of_keras or len(shape) != 2 or (shape[1] or 1) < 2:
+            return
+        logits = ", options: {from_logits: true}" if takes_logits(loss) else ""
+        raise UserError(
+            f"loss: {self.model.name} gives {shape[1]} numbers for each record, and {loss.name} needs as many targets; "
+            f"{schema.targets[0]} is one whole number. If it is a class, write loss: {{name: "
+            f"sparse_categorical_crossentropy{logits}}}; if it is a quantity, give the model one output."
+        )
 
     def label_counts(self, targets: Sequence[str]) -> dict[str, int]:
         """Return for how many labels the model has outputs, by target: of those that are compared as labels.

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.manifest import Damaged
-from horovod_train.config.registry import find, load_function, raised_at
+from horovod_train.config.registry import find, load_function, raised_at, suggest
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
@@ -31,6 +31,7 @@ from horovod_train.keras_seams import take_class
 _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
 _WHERE = "model.init_from"
+_ALL_BUT = "all but "
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:\w+")
 _IN_KERAS_FILE = "model.weights.h5"
 _NOT_THE_MODEL = ("optimizer", "compile_metrics", "_loss_tracker", "loss_tracker")
@@ -109,7 +110,19 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def _matching(patterns: Sequence[str], paths: Sequence[str], where: str) -> set[str]:
-    return {path for pattern in patterns for path in find(pattern, paths, where)}
+    return {path for pattern in patterns for path in _find(pattern, paths, where)}
+
+
+def _find(pattern: str, paths: Sequence[str], where: str) -> list[str]:
+    """Return the paths in which a pattern matches; of "all but NAME, NAME" those of no layer with such a name."""
+    if not pattern.startswith(_ALL_BUT):
+        return find(pattern, paths, where)
+    names = [name.strip() for name in pattern.removeprefix(_ALL_BUT).split(",")]
+    layers = list(dict.fromkeys(layer for path in paths for layer in path.split("/")[:-1]))
+    for name in names:
+        if name not in layers:
+            raise UserError(f"{where}: {pattern}: there is no layer {name!r}; {suggest(name, layers)}")
+    return [path for path in paths if not {*names} & {*path.split("/")[:-1]}]
 
 
 def multiply_rates(
@@ -289,7 +302,9 @@ def _from_file(path: str, model: keras.Model, files: ExitStack) -> dict[str, Any
     """
     model_weights = dict(_weights_by_layer(model, (), set()))
     arrays: dict[str, Any] = {}
-    for layer, values in _layers_in(path, files):
+    layers = _layers_in(path, files)
+    around = _place_of([layer for layer, _ in layers], list(model_weights))
+    for layer, values in [(f"{around}{layer}", values) for layer, values in layers]:
         weights, names = model_weights.get(layer), [f"{layer}/{number}" for number in range(len(values))]
         if weights is not None and len(weights) != len(values):
             raise UserError(
@@ -300,6 +315,19 @@ def _from_file(path: str, model: keras.Model, files: ExitStack) -> dict[str, Any
             names = [weight.path for weight in weights]
         arrays |= dict(zip(names, values, strict=True))
     return arrays
+
+
+def _place_of(layers: Sequence[str], in_model: Sequence[str]) -> str:
+    """Return the beginning of the names of the model's layer that has all layers of a file, as a backbone's; else "".
+
+    layers: names in the file. in_model: those of the model's layers.
+    """
+    if {*layers} & {*in_model}:
+        return ""
+    ends = f"/{layers[0]}"
+    places = [name.removesuffix(layers[0]) for name in in_model if name.endswith(ends)]
+    whole = [place for place in places if {f"{place}{layer}" for layer in layers} <= {*in_model}]
+    return whole[0] if len(whole) == 1 else ""
 
 
 def _weights_by_layer(

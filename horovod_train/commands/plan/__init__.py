@@ -25,6 +25,7 @@ from horovod_train.commands.cli import (
     add_config_arguments,
     count,
     load_config,
+    missing_data,
     nearest_existing,
     open_screen,
     require_output_dir,
@@ -61,14 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, _ = load_config(arguments)
+    config, origins = load_config(arguments)
     if config.data.dataset:
         stream = config.data.dataset.name
         raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
     time_s = None if arguments.time is None else parse_seconds(arguments.time, "--time")
     if time_s is not None and not time_s > 0:
         raise UserError(f"--time: must be above 0; received {time_s:g}.")
-    facts, notes, faults = _look(config, arguments.np, arguments.fast, Pace(arguments.examples_per_s, time_s))
+    facts, notes, faults = _look(
+        config, missing_data(config, origins), arguments.np, arguments.fast, Pace(arguments.examples_per_s, time_s)
+    )
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
     else:
@@ -78,13 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | None, list[str], list[str]]:
-    """Return the facts, if the records can be read; what may be unintended; and what is wrong."""
-    faults: list[str] = []
+def _look(
+    config: Config, missing: list[str], ranks: int, fast: bool, pace: Pace
+) -> tuple[Facts | None, list[str], list[str]]:
+    """Return the facts, if the records can be read; what may be unintended; and what is wrong.
+
+    missing: what is wrong with the paths of the data.
+    """
+    faults = [*missing]
     _attempt(lambda: require_output_dir(config), faults)
     faults += _wrong_paths(config)
     start, notes = _attempt(lambda: find_resume(config), faults) or (None, [])
-    outlook = _attempt(lambda: open_outlook(config, ranks, start), faults)
+    outlook = None if missing else _attempt(lambda: open_outlook(config, ranks, start), faults)
     if fast:
         notes = [*notes, NOT_CHECKED]
         if ":" not in config.lr_schedule.decay.name:
@@ -152,7 +160,8 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     lines = [("ranks", f"{facts['ranks']}")]
     for split, records in facts["records"].items():
         if records:
-            where = f"from {records['source']}" if records["source"] else f"in {records['files']} files"
+            parts = "1 file or folder" if records["files"] == 1 else f"{records['files']} files"
+            where = f"from {records['source']}" if records["source"] else f"in {parts}"
             summary = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
             if records["fold"]:
                 summary += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from horovod_train.shown_text import printable, without_secrets
 HEAD = "<!doctype html>\n<!-- Written by horovod_train: a report of runs -->\n"
 _PAGE = Artifact("a report", r".+\.html", content_matches=lambda path: begins(path, HEAD))
 _ROWS_SHOWN = 20
+_NAME = re.compile(r"\w+(\.\w+)*")
 _OF_A_START = ["began", "ranks", "root on", "by", "steps", "training s", "evaluating s", "saving s", "start s", "end"]
 
 _STYLE = """
@@ -40,7 +42,7 @@ h2 { border-top: 2px solid var(--grid); padding-top: 1rem; overflow-wrap: anywhe
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--grid); vertical-align: top;
-  overflow-wrap: anywhere; min-width: 3rem; }
+  overflow-wrap: anywhere; min-width: 3rem; } td:first-child { overflow-wrap: break-word; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
 figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 28rem; height: auto; }
 figcaption { font-weight: 600; }
@@ -76,9 +78,9 @@ def build_page(runs: Sequence[Run]) -> str:
         f"<style>{_STYLE}</style></head><body><h1>{title}</h1><nav>",
         " · ".join(f'<a href="#{anchor}">{_text(label)}</a>' for anchor, label in _contents(runs)),
         "</nav><main>",
-        *(part for number, run in enumerate(runs) for part in _summary(run, number)),
-        *(_different_settings(runs) if len(runs) > 1 else ()),
         *_curves(runs, drawer),
+        *(_different_settings(runs) if len(runs) > 1 else ()),
+        *(part for number, run in enumerate(runs) for part in _summary(run, number)),
         *(part for number, run in enumerate(runs) for part in _details(run, number, drawer)),
         "</main></body></html>\n",
     ]
@@ -86,10 +88,10 @@ def build_page(runs: Sequence[Run]) -> str:
 
 
 def _contents(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    yield from ((f"run-{number}", run.name) for number, run in enumerate(runs))
+    yield "curves", "curves"
     if len(runs) > 1:
         yield "settings", "different settings"
-    yield "curves", "curves"
+    yield from ((f"run-{number}", run.name) for number, run in enumerate(runs))
     yield from ((f"details-{number}", f"starts of {run.name}") for number, run in enumerate(runs))
 
 
@@ -98,7 +100,12 @@ def _different_settings(runs: Sequence[Run]) -> Iterator[str]:
     rows = [[key, *(_value(run.settings.get(key)) for run in runs)] for key in keys]
     different = [row for row in rows if len(set(row[1:])) > 1]
     yield '<h2 id="settings">Different settings</h2>'
-    yield _table(["setting", *(run.name for run in runs)], different) if different else "<p>None.</p>"
+    if not different:
+        yield "<p>None.</p>"
+        return
+    table = _table(["setting", *(run.name for run in runs)], different)
+    is_long = len(different) > _ROWS_SHOWN
+    yield f"<details><summary>{len(different)} settings</summary>{table}</details>" if is_long else table
 
 
 def _curves(runs: Sequence[Run], drawer: Drawer) -> Iterator[str]:
@@ -107,13 +114,17 @@ def _curves(runs: Sequence[Run], drawer: Drawer) -> Iterator[str]:
     if not charts:
         yield "<p>No metrics were written.</p>"
         return
-    yield '<div class="charts">'
+    figures = {False: list[str](), True: list[str]()}  # those of the model, and those of speed and time
     for number, chart in enumerate(charts):
         svg = drawer.chart(chart, runs, f"chart-{number}")
         label = _text(f"{chart.name}: {len(chart.curves)} curves")
         caption = _text(chart.name)
-        yield f'<figure role="img" aria-label="{label}"><figcaption>{caption}</figcaption>{svg}</figure>'
-    yield "</div>"
+        figure = f'<figure role="img" aria-label="{label}"><figcaption>{caption}</figcaption>{svg}</figure>'
+        figures[chart.name.removesuffix(" by step") in UNITS].append(figure)
+    yield f'<div class="charts">{"".join(figures[False])}</div>'
+    if more := figures[True]:
+        yield f"<details{'' if figures[False] else ' open'}><summary>Speed, time and rates: {len(more)}</summary>"
+        yield f'<div class="charts">{"".join(more)}</div></details>'
 
 
 def _summary(run: Run, number: int) -> Iterator[str]:
@@ -148,11 +159,17 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if code := list(dict.fromkeys(start.code for start in run.starts if start.code)):
         yield "code", "; ".join(code)
     yield "audit", run.audit
+    # A run that failed has no summary; what it has written says how far it came.
+    reached = {"steps": run.rows[-1].step, "epochs": run.rows[-1].epoch} if run.rows else {}
     for key, label in (("steps", "steps"), ("epochs", "epochs"), ("weights_sha256", "SHA-256 of the weights")):
         if key in run.summary:
             yield label, str(run.summary[key])
+        elif key in reached:
+            yield label, f"{reached[key]}, of the last line of metrics"
     for split in ("train", "eval"):
-        values = {name: value for name, value in (run.summary.get(split) or {}).items() if name not in UNITS}
+        rows = [row for row in run.rows if row.split == split]
+        last = run.summary.get(split) or (rows[-1].values if rows else {})
+        values = {name: value for name, value in last.items() if name not in UNITS}
         if values:
             yield f"last {split}", ", ".join(f"{name} {_value(value)}" for name, value in values.items())
 
@@ -176,7 +193,7 @@ def _last_rows(run: Run) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{_text(title)}</th>' for title in titles)
-    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td>{_breaking(cell)}</td>' for cell in row)}</tr>" for row in rows)
     head = f"<thead><tr>{head}</tr></thead>" if any(titles) else ""
     return f'<div class="wide" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
 
@@ -186,7 +203,15 @@ def _text(text: str) -> str:
     return html.escape(printable(without_secrets(text)))
 
 
+def _breaking(text: str) -> str:
+    """Return text for HTML; a name such as data.global_batch_size may go on in the next line after `.` and `_`."""
+    shown = _text(text)
+    return re.sub(r"(?<=[A-Za-z])([._])(?=[A-Za-z])", r"\1<wbr>", shown) if _NAME.fullmatch(text) else shown
+
+
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
+    if value is None or value in ({}, [], ""):
+        return "–"
     return value if isinstance(value, str) else json.dumps(value)

@@ -255,3 +255,16 @@ def test_the_page_tells_which_commits_ran(tmp_path: Path) -> None:
     log = run_dir(tmp_path / "a") / "logs" / "rank-0.log"
     log.write_text(f"{log.read_text()}{TIME.format(42)} info code: {found}\n")
     assert found in build_page([read_run(tmp_path / "a")])
+
+
+def test_curves_come_first_and_a_run_that_failed_tells_how_far_it_came(tmp_path: Path) -> None:
+    config = "lr_schedule: {base_lr: 0.1}\ndata: {global_batch_size: 64, weight: null}\n"
+    failed, other = run_dir(tmp_path / "a", config=config), run_dir(tmp_path / "b", config=config.replace("64", "32"))
+    (failed / "summary.json").unlink()
+    page = build_page([read_run(failed), read_run(other)])
+    assert page.index('id="curves"') < page.index('id="settings"') < page.index('id="run-0"')
+    assert "<td>60, of the last line of metrics</td>" in page
+    assert "<td>last eval</td><td>loss 1.5</td>" in page
+    assert "<td>data.<wbr>global_<wbr>batch_<wbr>size</td><td>64</td><td>32</td>" in page
+    assert "<td>data.<wbr>weight</td><td>–</td>" in page
+    assert "Speed, time and rates: 1" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from made_records import batches
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import open_records
+from horovod_train.data.dataset import class_names, open_records, with_class_names_of
 from horovod_train.data.pipeline import Ranks, build_pipeline
 from horovod_train.data.random_access.parser import ArraysParser
-from horovod_train.data.schema import parse_feature
+from horovod_train.data.schema import parse_feature, schema_of_names
 from horovod_train.errors import UserError
 
 NAMES = ["ant", "bee", "cat"]
@@ -74,3 +75,17 @@ def test_names_in_another_order_than_the_folders_are_refused(tmp_path: Path) -> 
         open_records(config, "train")
     features["label"] = {"class_names": NAMES}
     assert open_records(config, "train").schema.features["label"].class_names == tuple(NAMES)
+
+
+def test_names_that_folders_have_are_kept_in_the_config_and_records_without_a_schema_have_none(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in NAMES:
+        (tmp_path / "p" / name).mkdir(parents=True)
+        image.new("RGB", (8, 8)).save(tmp_path / "p" / name / "0.jpg")
+    config = DataConfig(train=(f"{tmp_path}/p",), targets=("label",), features={"image": {"shape": [8, 8, 3]}})
+    records = open_records(config, "train")
+    found = with_class_names_of(config, records)
+    assert class_names(found) == tuple(NAMES)
+    assert open_records(found, "train").digest == records.digest  # what a resume reads
+    parsed = dataclasses.replace(records, schema=schema_of_names(("image",), ("label",)))
+    assert with_class_names_of(config, parsed) == config

@@ -1,0 +1,109 @@
+"""The mistakes of a first hour: each is one line that says where, what was expected, and what to type. Exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT
+
+from horovod_train.main import main
+
+PLAIN = str(PROJECT / "configs" / "digits_convnet_plain.yaml")
+NETS = """
+import keras
+def build():
+    return keras.Sequential([keras.Input((28, 28, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+def none():
+    build()
+def unbuilt():
+    return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
+def downloads():
+    raise Exception("URL fetch failure on https://example.org/weights.h5: None -- Name or service not known")
+"""
+LOGITS = "options: {from_logits: true}"
+
+OF_ARGUMENTS: dict[str, tuple[list[str], str]] = {
+    "wrong data path": (["data.train=data/digit/train"], "data.train: data/digit/train does not exist. Did you mean"),
+    "wrong config path": (
+        ["--config", "confi.yaml"],
+        "--config confi.yaml: cannot be read: No such file",
+    ),
+    "no data yet": (
+        ["--config", "mnist_mlp"],
+        "data.train: data/mnist/train does not exist. Make it by: python -m horovod_train.main prepare idx --images",
+    ),
+    "batch below ranks": (["data.global_batch_size=0"], "data.global_batch_size: must be at least 1; received 0."),
+    "misspelt key": (["optimiser=sgd"], "optimiser: unknown key; did you mean optimizer?"),
+    "another section": (["train.batch_size=3"], "train.batch_size: unknown key; did you mean data.global_batch_size?"),
+    "no section": (["learning_rate=0.1"], "learning_rate: unknown key; did you mean lr_schedule.base_lr?"),
+    "another tool's name": (["optimizer.lr=0.1"], "optimizer.lr: unknown key; did you mean lr_schedule.base_lr?"),
+    "a blank for =": (["train.epochs", "5"], "argument 'train.epochs': expected section.key=value, without blanks"),
+    "dashes": (["--epochs", "5"], "--epochs: settings are written without dashes, with =: train.epochs=VALUE"),
+    "dashes and =": (["--batch-size=5"], "settings are written without dashes, with =: data.global_batch_size=VALUE"),
+    "no epochs": (["train.epochs=null"], "train.epochs: is required (or train.max_steps)."),
+}
+
+OF_PARTS: dict[str, tuple[list[str], str]] = {
+    "wrong feature": (["data.inputs=image"], "inputs: there is no feature image; there are image_raw, label."),
+    "wrong shape": (["model.options.image_size=32"], "expected shape=(None, 32, 32, 1), found shape=(32, 28, 28"),
+    "labels out of range": (
+        ["model.options.classes=5"],
+        "Build the model with 10 outputs, or correct classes",
+    ),
+    "no such module": (["model=nots:build"], "cannot import 'nots:build': No module named 'nots'. Is its folder on"),
+    "a dot for :": (["model=mistaken_nets.build"], "Your own is package.module:function."),
+    "returns nothing": (["model=mistaken_nets:none"], "must return a keras.Model; it returned NoneType."),
+    "not built": (["model=mistaken_nets:unbuilt"], "call it once, or build it."),
+    "probabilities": (["loss=categorical_crossentropy"], "takes probabilities, but the model convnet returns logits"),
+    "one-hot loss": (
+        [f"loss={{name: categorical_crossentropy, {LOGITS}}}"],
+        f"If it is a class, write loss: {{name: sparse_categorical_crossentropy, {LOGITS}}}",
+    ),
+    "a quantity's loss": (["loss=mean_squared_error"], "mean_squared_error needs as many targets; label is one whole"),
+    "the rate twice": (
+        ["optimizer={name: sgd, options: {learning_rate: 0.1}}"],
+        "the rate is set by lr_schedule.base_lr; leave it out here.",
+    ),
+    "no internet": (
+        ["model=mistaken_nets:downloads"],
+        "run `plan` with this config where there is some",
+    ),
+}
+
+
+@pytest.fixture
+def folder(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mistaken_nets.py").write_text(NETS)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(digits)
+    (tmp_path / "config.yaml").write_text(Path(PLAIN).read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", OF_ARGUMENTS)
+def test_a_wrong_command_line_is_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, said = OF_ARGUMENTS[name]
+    config = [] if "--config" in words else ["--config", "config.yaml"]
+    assert main([*config, *words, "--output-dir", "runs/a"]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.splitlines()) == 1
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_parts_that_do_not_fit_are_one_fault(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, said = OF_PARTS[name]
+    is_own = words[0].startswith("model=")
+    bare = ["model.options=null"] if is_own else []
+    assert main(["plan", "--config", "config.yaml", *bare, *words, "--np", "2"]) == 2
+    (fault,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
+    assert said in fault
+
+
+def test_names_that_are_close_are_proposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config", "confg.yaml"])
+    assert "Did you mean config.yaml?" in capsys.readouterr().err

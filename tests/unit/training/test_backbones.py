@@ -1,0 +1,63 @@
+"""A pretrained backbone in a model: its file fits, and all but the head is frozen without a pattern."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from horovod_train.config.settings import ModelSpec
+from horovod_train.errors import UserError
+from horovod_train.training.fine_tuning import Freezing, assign, match
+
+
+def backbone() -> keras.Model:
+    image = keras.Input((8, 8, 3))
+    x = layers.BatchNormalization(name="norm")(layers.Conv2D(4, 3, name="conv")(image))
+    return keras.Model(image, layers.Conv2D(2, 3, name="last")(x), name="backbone")
+
+
+def with_head() -> keras.Model:
+    image = keras.Input((8, 8, 3))
+    x = layers.GlobalAveragePooling2D()(backbone()(layers.Rescaling(2.0)(image)))
+    return keras.Model(image, layers.Dense(3, name="head")(x))
+
+
+@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+def test_the_file_of_a_backbone_fits_the_model_around_it(ending: str, tmp_path: Path) -> None:
+    source, model, path = backbone(), with_head(), str(tmp_path / f"base{ending}")
+    source.save(path) if ending == ".keras" else source.save_weights(path)
+    found = match(model, ModelSpec("any", init_from=path))
+    assert sorted(found.new) == ["head/bias", "head/kernel"]
+    assert found.left == []
+    assign(model, found.taken)
+    for ours, theirs in zip(model.get_layer("backbone").weights, source.weights, strict=True):
+        assert np.array_equal(ours.numpy(), theirs.numpy())
+
+
+def test_a_file_of_other_layers_is_still_refused(tmp_path: Path) -> None:
+    other = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="other"), layers.Dense(2, name="conv")])
+    other.save(tmp_path / "other.keras")
+    with pytest.raises(UserError, match="no weight of it is one of the model's"):
+        match(with_head(), ModelSpec("any", init_from=str(tmp_path / "other.keras")))
+
+
+def test_all_but_the_head_is_frozen_and_trained_later() -> None:
+    model = with_head()
+    freezing = Freezing(model, ModelSpec("any", freeze=("all but head",), unfreeze={"2": "last/"}))
+    freezing.apply(0)
+    assert [weight.path for weight in model.trainable_weights] == ["head/kernel", "head/bias"]
+    freezing.apply(2)
+    assert len(model.trainable_weights) == 4
+    assert not model.get_layer("backbone").get_layer("norm").trainable
+
+
+def test_several_layers_may_be_left_out_and_a_wrong_name_is_told() -> None:
+    model = with_head()
+    Freezing(model, ModelSpec("any", freeze=("all but head, last",))).apply(0)
+    assert len(model.trainable_weights) == 4
+    with pytest.raises(UserError, match=r"model.freeze: all but heat: there is no layer 'heat'; did you mean head"):
+        Freezing(with_head(), ModelSpec("any", freeze=("all but heat",)))
