@@ -80,6 +80,12 @@ class ElasticJob:
     def has_failed_to_start(self, host: str) -> bool:
         return (self.out / f"has-failed-{host}").exists()
 
+    def die_in_commit(self, host: str) -> None:
+        (self.out / f"dies-{host}").touch()
+
+    def has_died(self, host: str) -> bool:
+        return (self.out / f"has-died-{host}").exists()
+
     def list_hosts(self, hosts: Sequence[str]) -> None:
         _list_hosts(self.out, hosts)
 

@@ -372,7 +372,8 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     end = story.end if story is not None and story.end is not None else {}
     first = {
         "failed": f"{_remedy(str(end.get('error')), end.get('exit_code', 1), run_dir, log)}; then ",
-        "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
+        "disappeared": f"see whether {host} ran out of memory, the likely reason (dmesg, or the scheduler's "
+        "record), and take a smaller data.global_batch_size then; or whether the scheduler ended the job; then ",
         "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
     }.get(outcome.state, "")
     stop_file = run_dir / STOP_FILE

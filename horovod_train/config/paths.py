@@ -72,11 +72,16 @@ def path_problem(key: str, text: str) -> str | None:
     """Return why the path at `section.key` can name nothing on this machine; None if it can, or is no path."""
     if key not in _PATHS and key not in ("model", "model.name") and not takes_remote_paths(key):
         return None
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not text.isascii():  # one path would name two files
+        return (
+            f"expected a path in ASCII, because the encoding of this locale is {encoding}, and TensorFlow's is UTF-8; "
+            f"received {text!a}. Set LC_ALL=C.UTF-8."
+        )
     try:
         longest = max(len(os.fsencode(name)) for name in text.split("/"))
         is_too_long = longest > _MOST_IN_A_NAME or len(os.fsencode(text)) > _MOST_BYTES
     except UnicodeEncodeError:
-        encoding = sys.getfilesystemencoding()
         return f"expected a path in {encoding}, the encoding of this locale; received {text!a}. Set LC_ALL=C.UTF-8."
     # Records are read by Python, which takes any bytes as a name.
     if not takes_remote_paths(key) and any("\ud800" <= character <= "\udfff" for character in text):

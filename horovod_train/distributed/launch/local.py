@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -31,9 +32,24 @@ def launch_command(way: Way, ranks: int) -> list[str]:
     are allowed. Over MPI they meet in shared memory only, so that no rank listens on the host's network.
     """
     if way == "horovodrun":
-        return ["horovodrun", "--gloo", "-np", str(ranks)]
+        return [*_given_home(), "horovodrun", "--gloo", "-np", str(ranks)]
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return ["mpirun", *as_root, "--mca", "btl", "self,vader", "--bind-to", "none", "--oversubscribe", "-np", str(ranks)]
+    own = ["--mca", "btl", "self,vader", "--bind-to", "none", "--oversubscribe", "-np", str(ranks)]
+    return [*_given_home(), "mpirun", *as_root, *own]
+
+
+def _given_home() -> list[str]:
+    """Return the words before a command that give it a home folder if the user has neither HOME nor a passwd entry.
+
+    So it is in a container that runs as another user. Open MPI 4.1's mpirun ends by a segmentation fault there, and
+    horovodrun makes a folder that is called ~ in the current one.
+    """
+    if os.path.expanduser("~") != "~":
+        return []
+    folder = Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    return ["env", f"HOME={folder}"] if folder.lstat().st_uid == os.geteuid() else []
 
 
 def best_way() -> tuple[Way, str]:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 
 _LONGEST_LINE = 1 << 16
+_READS_PER_TURN = 16
+"""So that a rank that sends without end neither fills root's memory nor keeps it from the others."""
 
 HELLO = struct.Struct("!32sI")
 """What a rank sends first: the token and its number."""
@@ -78,14 +80,18 @@ class Connection:
                     self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> Received:
-        """Return what has arrived, without waiting; Lost at the end."""
+        """Return what has arrived, or the first megabyte of it, without waiting; Lost at the end."""
         received: Received = []
         try:
-            while self._is_open and (data := self.socket.recv(_LONGEST_LINE)):
+            for _ in range(_READS_PER_TURN):
+                if not (data := self.socket.recv(_LONGEST_LINE)):
+                    break
                 *lines, self._unfinished = (self._unfinished + data).split(b"\n")
                 received.extend((self._peer, _parse(line)) for line in lines)
                 if len(self._unfinished) > _LONGEST_LINE:
                     raise ValueError("a line without an end")
+            else:
+                return received
         except BlockingIOError:
             return received
         except (OSError, ValueError, RecursionError) as error:

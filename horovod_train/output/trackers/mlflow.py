@@ -34,7 +34,7 @@ class MlflowTracker:
         # Its own limits, 7 retries of 120 s each, are for scripts that wait for the server. See sender.
         variables: Any = import_extra("mlflow.environment_variables", "mlflow", "log.trackers")
         for variable, limit in (
-            (variables.MLFLOW_HTTP_REQUEST_TIMEOUT, 10),
+            (variables.MLFLOW_HTTP_REQUEST_TIMEOUT, 30),
             (variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES, 0),
         ):
             if not variable.is_set():

@@ -281,6 +281,7 @@ class Sender:
         text = one_line(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        short = text if len(text) <= 300 else f"{text[:300]} …"
+        # Clients of servers put addresses first, and the reason, such as a certificate, last.
+        short = text if len(text) <= 300 else f"{text[:100]} … {text[-200:]}"
         where = raised_at(error) if ":" in self._name else ""  # of the user's own class
         return f"{type(error).__name__}{': ' * bool(short)}{short.rstrip('.')}{where}."

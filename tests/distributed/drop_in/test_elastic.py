@@ -102,3 +102,18 @@ def test_a_host_that_comes_back_and_fails_to_start_does_not_end_the_others(tmp_p
     assert "The ranks did not meet" in job.said()
     assert len({fact["weights"] for fact in facts}) == 1
     assert all(fact["used"] == [fact["epoch"]] for fact in facts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_in_a_commit_costs_no_record(tmp_path: Path, lost: int) -> None:
+    with job_of(tmp_path, "loop") as job:
+        job.wait_until_trains(HOSTS)
+        job.die_in_commit(HOSTS[lost])
+        job.wait_until(lambda: job.has_died(HOSTS[lost]), "a rank is lost")
+        job.wait_until_trains(HOSTS)
+        facts = job.finish()
+    assert len({fact["weights"] for fact in facts}) == 1
+    for fact in facts:
+        assert fact["used"] == [fact["epoch"]]
+        assert fact["iterations"] == len(fact["sizes"])

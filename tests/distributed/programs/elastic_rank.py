@@ -1,7 +1,8 @@
 """Elastic training, in a loop of its own or by fit, until the file `enough` is there: elastic_rank.py OUT loop|fit.
 
 Each rank keeps OUT/at-HOST up to date: process id, number of ranks, steps that count. At the end it writes its facts to
-OUT/end-HOST.json. The file OUT/fails-HOST lets the next rank on a host fail before it meets the others.
+OUT/end-HOST.json. The file OUT/fails-HOST lets the next rank on a host fail before it meets the others; the file
+OUT/dies-HOST lets a rank be killed in the middle of a commit.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,19 @@ def tell(steps: int) -> None:
     told = OUT / f"at-{host}.new"
     told.write_text(f"{os.getpid()} {hvd.size()} {steps}")
     told.replace(OUT / f"at-{host}")
+
+
+def may_die(state: Any) -> None:
+    """Let a rank be killed when it has saved and not yet met the others."""
+    save = state.save
+
+    def save_and_die() -> None:
+        save()
+        if (OUT / f"dies-{host}").exists():
+            (OUT / f"dies-{host}").rename(OUT / f"has-died-{host}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    state.save = save_and_die
 
 
 def is_enough() -> bool:
@@ -87,6 +102,7 @@ def loop() -> None:
     state = hvd.elastic.TensorFlowKerasState(
         model, optimizer, epoch=0, done=0, is_done=False, used=np.zeros(ROWS, int), sizes=[]
     )
+    may_die(state)
     train(state)
     write_facts(state, used=sorted(set(state.used.tolist())))
 

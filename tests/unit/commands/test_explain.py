@@ -178,7 +178,10 @@ def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
     run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
     found = explain(tmp_path)
     assert (found.state, found.rank, found.followed, found.silent) == ("disappeared", 1, [0], [1, 2])
-    assert "see whether node0 ran out of memory" in found.next
+    assert (
+        "see whether node0 ran out of memory, the likely reason (dmesg, or the scheduler's record), and take a"
+        in found.next
+    )
     assert shlex.join([*launch_command("mpirun", 3), "python", "-m"]) in found.next
 
 

@@ -69,6 +69,16 @@ def test_a_hostile_config_is_one_line(
     assert str(file) in found
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
+def test_a_path_that_tensorflow_would_read_as_another_is_one_line(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    said = refusal(["--print-config", *BUILT_IN, "output_dir=runs/\u00e9t\u00e9"], capsys)
+    assert f"the encoding of this locale is {encoding}, and TensorFlow's is UTF-8" in said
+    assert said.endswith("Set LC_ALL=C.UTF-8.\n")
+
+
 def test_a_large_config_takes_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of 20 000 options twice: what was said first is forgotten in linear time."""
     text = "model:\n  options:\n" + "".join(f"    k{i}:\n      k: {i}\n" for i in range(5_000))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import horovod.tensorflow as hvd
@@ -20,7 +23,7 @@ from horovod_train.distributed.launch.launcher import (
     read_launch,
     read_step,
 )
-from horovod_train.distributed.launch.local import start_program, wait_for_all
+from horovod_train.distributed.launch.local import launch_command, start_program, wait_for_all
 from horovod_train.errors import FailedElsewhere, UserError
 
 BATCH = {
@@ -259,3 +262,38 @@ def test_the_end_of_the_parent_counts_where_the_launcher_stays(environment: dict
     command = [sys.executable, "-W", "ignore", "-c", parent, rank]
     finished = subprocess.run(command, env=rank_environment() | environment, capture_output=True, text=True, timeout=60)
     assert finished.stderr == f"False {is_told}\n"
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to be another user"
+)
+def test_mpirun_works_for_a_user_without_a_home_and_a_passwd_entry() -> None:
+    may_read = [
+        "--securebits",
+        "+no_setuid_fixup",
+        "--inh-caps",
+        "+dac_read_search",
+        "--ambient-caps",
+        "+dac_read_search",
+    ]
+    user = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", *may_read, "env", "-u", "HOME"]
+    program = (
+        "import os, subprocess\n"
+        "from horovod_train.distributed.launch import local\n"
+        "os.chdir('/')\n"
+        "print(os.path.expanduser('~'), subprocess.run([*local.launch_command('mpirun', 1), 'true']).returncode)\n"
+    )
+    command = [*user, sys.executable, "-c", program]
+    finished = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=60)
+    assert finished.stdout == "~ 0\n", finished.stderr
+
+
+def test_the_commands_of_launchers_are_given_no_home_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert launch_command("horovodrun", 2)[0] == "horovodrun"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert launch_command("horovodrun", 2)[:3] == [
+        "env",
+        f"HOME={tempfile.gettempdir()}/horovod_train-{os.geteuid()}",
+        "horovodrun",
+    ]

@@ -56,7 +56,7 @@ def test_every_request_needs_the_key(server: StepServer, method: str) -> None:
     assert ask(server, method, f"/{key}:20001/global/0", b"address" if method == "PUT" else b"") in (200, 404)
 
 
-@pytest.mark.parametrize("length", ["-1", "many", str(MAX_VALUE_BYTES + 1), "9" * 30])
+@pytest.mark.parametrize("length", ["-1", "many", str(MAX_VALUE_BYTES + 1), str(1 << 30), "9" * 30])
 def test_a_value_has_a_size_and_that_is_bounded(server: StepServer, length: str) -> None:
     assert ask(server, "PUT", f"/{server.key}/global/0", headers={"Content-Length": length}) == 400
     assert server.cache == {key_value_store.NAME: {}}

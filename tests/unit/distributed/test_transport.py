@@ -97,11 +97,42 @@ def test_a_message_in_pieces_is_one_message(polled: Polled) -> None:
     assert polled.wait_for(2) == [(1, {"kind": "beat"}), (1, {"kind": "bye"})]
 
 
+def test_a_hello_that_is_replayed_when_its_rank_has_left_is_refused(polled: Polled) -> None:
+    connect(polled.address, 3, 300).close()
+    assert polled.wait_for(1) == [(3, Lost(closed=True))]
+    replayed = call(polled.address)
+    replayed.send(HELLO.pack(polled.address.token.encode(), 3) + b'{"kind": "bye"}\n')
+    assert is_dropped(replayed)
+    assert polled.found == [(3, Lost(closed=True))]
+
+
+def test_a_rank_that_sends_without_end_does_not_keep_root_from_the_others(polled: Polled) -> None:
+    flooding, other = connect(polled.address, 1, 300), connect(polled.address, 2, 300)
+    flooding.socket.setblocking(True)
+    has_ended = threading.Event()
+
+    def flood() -> None:
+        while not has_ended.is_set():
+            flooding.socket.sendall(b'{"kind": "beat"}\n' * 10_000)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        wait_until(lambda: bool(polled.found), 60)
+        other.send({"kind": "bye"})
+        wait_until(lambda: (2, {"kind": "bye"}) in polled.found[:], 60)
+    finally:
+        has_ended.set()
+        thread.join()
+
+
 HELLO_OF_ANOTHER_RUN = HELLO.pack(b"0" * 32, 1)
+A_GIGABYTE_FOLLOWS = (1 << 30).to_bytes(8, "big") * 10
 
 
 @pytest.mark.parametrize(
-    "message", [b"[" * 60_000 + b"\n", "\ud800".encode(errors="surrogatepass") * 100, HELLO_OF_ANOTHER_RUN]
+    "message",
+    [b"[" * 60_000 + b"\n", "\ud800".encode(errors="surrogatepass") * 100, HELLO_OF_ANOTHER_RUN, A_GIGABYTE_FOLLOWS],
 )
 def test_a_connection_is_dropped_after_as_many_wrong_bytes_as_a_hello_has(polled: Polled, message: bytes) -> None:
     pending = call(polled.address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -249,6 +250,19 @@ def test_a_tracker_that_is_gone_is_said_once_and_its_rows_are_counted(tmp_path: 
     trackers.finish("done", [])
     assert len([line for line in said if "cannot" in line]) == 1
     assert said[-1] == "warning: log.trackers: kept: lacks 2 rows of metrics, which metrics.jsonl has."
+
+
+def test_the_reason_at_the_end_of_a_long_error_is_said(tmp_path: Path, said: list[str]) -> None:
+    tracker = Kept()
+    trackers = started(tracker, tmp_path)
+    tracker.fails = ConnectionError(f"https://host{'/long' * 100} (certificate verify failed: self-signed certificate)")
+    write(trackers, 1)
+    assert tracker.has_tried.wait(60)
+    trackers.finish("done", [])
+    assert re.search(
+        r"cannot log step 1: ConnectionError: https://host\S+ … \S+ \(certificate verify failed: self-sig", said[0]
+    )
+    assert len(said[0]) < 450
 
 
 def test_a_row_that_a_tracker_refuses_is_left_out_alone(tmp_path: Path, said: list[str]) -> None:
