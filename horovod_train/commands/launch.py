@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -228,7 +229,13 @@ class Program(NamedTuple):
 def _program(arguments: argparse.Namespace) -> Program:
     """Return what follows `--`. Raises UserError if it is the trainer's arguments and they are bad."""
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    if words and not words[0].startswith("-"):
+    is_setting = bool(words) and "=" in words[0] and shutil.which(words[0]) is None
+    if words and not words[0].startswith("-") and not is_setting:
+        if shutil.which(words[0]) is None:
+            raise UserError(
+                f"launch: {words[0]}: there is no such program. After -- stands a program, or the training's own "
+                "arguments: --config A.yaml …"
+            )
         return Program(words, words, Path(arguments.run_dir) if arguments.run_dir else None)
     if arguments.run_dir:
         raise UserError("launch: --run-dir is for a script; the trainer writes to its output_dir (--output-dir DIR).")

@@ -82,7 +82,10 @@ def test_a_lost_rank_is_named_where_it_is_known(kind: Kind, first: str, code: in
         (["--host-discovery", "true", "--", "true"], "names no host yet; say by -np"),
         (["-np", "2", "--run-dir", "a", "--", "--config", "a.yaml"], "--run-dir is for a script"),
         (["-np", "2", "--over", "gloo", "--", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["-np", "2", "--over", "gloo", "--", "no-such-program"], "no-such-program: No such file or directory"),
+        (
+            ["-np", "2", "--over", "gloo", "--", "no-such-program"],
+            "no-such-program: there is no such program. After --",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(words: list[str], message: str) -> None:
@@ -105,6 +108,11 @@ def test_the_command_that_would_be_started_is_shown() -> None:
     finished = launch("-np", 3, "--over", "mpi", "--dry-run", "--", *words)
     command = [*launch_command("mpirun", 3), sys.executable, "-m", "horovod_train.main", *words]
     assert finished.stdout.split() == command, finished.stderr
+
+
+def test_a_setting_is_no_program() -> None:
+    finished = launch("-np", 2, "--over", "mpi", "--dry-run", "--", "train.epochs=2")
+    assert finished.stdout.split()[-3:] == ["-m", "horovod_train.main", "train.epochs=2"], finished.text
 
 
 def test_each_rank_knows_its_place_and_all_share_a_secret(tmp_path: Path) -> None:
