@@ -141,19 +141,21 @@ def is_whole(out: Path) -> bool:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """np → weights_sha256 of a run of so many ranks on this host."""
-    found = {}
-    for np in (2, 4):
-        out = tmp_path_factory.mktemp("undisturbed") / str(np)
+
+    @functools.cache
+    def train(np: int) -> str:
+        out = tmp_path_factory.mktemp("undisturbed") / "run"
         finished = run_process([*TRAIN, "launch", "-np", str(np), "--over", "gloo", *training(config, out)])
         assert finished.returncode == 0, finished.text
-        found[np] = summary_of(out)["weights_sha256"]
-    return found
+        return str(summary_of(out)["weights_sha256"])
+
+    return train
 
 
 def test_a_lost_rank_and_a_lost_host_cost_no_bit(
-    cluster: VirtualCluster, config: Path, undisturbed: dict[int, str], tmp_path: Path
+    cluster: VirtualCluster, config: Path, undisturbed: Callable[[int], str], tmp_path: Path
 ) -> None:
     """The lost host's place is taken by another one that the discovery script names."""
     out, hosts = tmp_path / "run", tmp_path / "hosts"
@@ -174,12 +176,13 @@ def test_a_lost_rank_and_a_lost_host_cost_no_bit(
         lost = "launch: (n2 is lost: ssh does not reach it any more|a rank on n1 ended with exit code 87)"
         assert running.has_said(lost)  # whichever is noticed first
         assert "launch: n2 is left out, because it does not answer: " in running.said()
-    assert summary_of(out)["weights_sha256"] == undisturbed[2]
+    assert summary_of(out)["weights_sha256"] == undisturbed(2)
     assert is_whole(out)
 
 
+@pytest.mark.long
 def test_a_signal_to_launch_saves_on_all_hosts(
-    cluster: VirtualCluster, config: Path, undisturbed: dict[int, str], tmp_path: Path
+    cluster: VirtualCluster, config: Path, undisturbed: Callable[[int], str], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     words = ["-H", "n1:2,n2:2", *training(config, out)]
@@ -191,7 +194,7 @@ def test_a_signal_to_launch_saves_on_all_hosts(
         assert not [rank for host in cluster.hosts for rank in cluster.ranks(host)]
     with launched(cluster, tmp_path, *words) as running:
         assert running.wait() == 0, running.said()
-    assert summary_of(out)["weights_sha256"] == undisturbed[4]
+    assert summary_of(out)["weights_sha256"] == undisturbed(4)
 
 
 def test_a_host_that_never_answers_is_named_before_anything_starts(cluster: VirtualCluster, tmp_path: Path) -> None:
@@ -241,7 +244,7 @@ def start_pod(cluster: VirtualCluster, manifests: list[dict[str, Any]], index: i
 
 
 def test_pods_of_a_manifest_train_and_a_killed_one_is_replaced(
-    cluster: VirtualCluster, config: Path, undisturbed: dict[int, str], tmp_path: Path
+    cluster: VirtualCluster, config: Path, undisturbed: Callable[[int], str], tmp_path: Path
 ) -> None:
     """Two pods with two ranks each; the pod of rank 0 is killed, and Kubernetes would start another one."""
     out = tmp_path / "run"
@@ -257,7 +260,7 @@ def test_pods_of_a_manifest_train_and_a_killed_one_is_replaced(
     finally:
         for pod in pods:
             pod.end()
-    assert summary_of(out)["weights_sha256"] == undisturbed[4]
+    assert summary_of(out)["weights_sha256"] == undisturbed(4)
     assert is_whole(out)
 
 
@@ -299,15 +302,16 @@ def pals(rank: int) -> dict[str, str]:
     return {**named, "PALS_APID": "12", "HOROVOD_TRAIN_ROOT": "n1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "convention",
-    [torchrun, *(pytest.param(each, marks=pytest.mark.long) for each in (tf_config, jsrun, flux, pals))],
+    [torchrun, tf_config, jsrun, flux, pals],
     ids=lambda convention: convention.__name__,
 )
 def test_ranks_of_two_hosts_meet_by_each_convention(
     cluster: VirtualCluster,
     config: Path,
-    undisturbed: dict[int, str],
+    undisturbed: Callable[[int], str],
     tmp_path: Path,
     convention: Callable[[int], dict[str, str]],
 ) -> None:
@@ -342,7 +346,7 @@ def test_ranks_of_two_hosts_meet_by_each_convention(
         for rank in ranks:
             rank.end()
     assert "resumed from " in ranks[0].said()
-    assert summary_of(out)["weights_sha256"] == undisturbed[4]
+    assert summary_of(out)["weights_sha256"] == undisturbed(4)
 
 
 @pytest.fixture(scope="session")

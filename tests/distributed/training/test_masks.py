@@ -14,6 +14,9 @@ from user_models import tagger
 RECORDS, BATCH, LENGTH = 48, 8, 6
 
 
+pytestmark = pytest.mark.long  # one more of what test_differential.py holds against fit
+
+
 def table(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [records, 6] and their tags. In each batch of 8 every second record has one token and the others six."""
     rng = np.random.default_rng(seed)

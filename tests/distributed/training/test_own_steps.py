@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from conftest import RankFacts
 
+pytestmark = pytest.mark.long  # one more of what test_differential.py holds against fit
+
 WAY = ("mpirun", 2)
 
 
@@ -15,7 +17,7 @@ def figures(found: dict[str, Any], split: str) -> dict[str, Any]:
     return [row for row in found["rows"] if row["split"] == split][-1]
 
 
-@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("np", [2, 3])
 @pytest.mark.parametrize("model", ["vae", "wgan"])
 def test_ranks_train_as_fit_does_on_the_whole_batch(rank_facts: RankFacts, model: str, np: int) -> None:
     """20 steps with uneven shares and short steps at the end of epochs: one optimizer, and two."""
@@ -25,7 +27,6 @@ def test_ranks_train_as_fit_does_on_the_whole_batch(rank_facts: RankFacts, model
     assert found[0]["moved"] > 0.1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("np", [2, 3])
 @pytest.mark.parametrize("model", ["contrastive", "pairs"])
 def test_contrastive_models_train_as_fit_does(rank_facts: RankFacts, model: str, np: int) -> None:
@@ -35,7 +36,6 @@ def test_contrastive_models_train_as_fit_does(rank_facts: RankFacts, model: str,
     assert root[model]["moved"] > 0.1
 
 
-@pytest.mark.long
 def test_a_contrastive_loss_over_the_own_batch_is_another_function(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("own_steps_more", *WAY)
     assert figures(root["apart"], "train")["loss"] < 0.8 * figures(root["contrastive"], "train")["loss"]
@@ -46,7 +46,6 @@ def test_a_stopped_run_with_two_optimizers_ends_as_one_that_was_not(rank_facts: 
     assert root["wgan resumed"]["sha256"] == root["wgan"]["sha256"] is not None
 
 
-@pytest.mark.long
 def test_drawn_numbers_and_averages_are_the_same_after_a_stop(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("own_steps_more", *WAY)
     assert root["drawing resumed"]["sha256"] == root["drawing"]["sha256"] is not None
@@ -62,7 +61,6 @@ def test_figures_are_of_the_records_of_all_ranks(rank_facts: RankFacts) -> None:
     assert figures(root["wgan"], "train")["generator_optimizer_learning_rate"] == pytest.approx(0.003)
 
 
-@pytest.mark.long
 def test_weights_of_records_reach_every_optimizer(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("own_steps_more", *WAY)
     assert root["weighted"]["error"] < 1e-5
@@ -71,14 +69,12 @@ def test_weights_of_records_reach_every_optimizer(rank_facts: RankFacts) -> None
     assert root["weighted"]["sha256"] != unweighted["wgan"]["sha256"]
 
 
-@pytest.mark.long
 def test_compression_reaches_every_optimizer(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("own_steps_more", *WAY)
     assert root["compressed"]["ended"] == "done"
     assert all(math.isfinite(value) for value in figures(root["compressed"], "train").values() if value != "train")
 
 
-@pytest.mark.long
 def test_gradients_that_are_not_finite_on_one_rank_end_the_run_on_all(rank_facts: RankFacts) -> None:
     """The ranks' graphs differ there by a constant, which TensorFlow folds on one rank only."""
     assert [facts["diverging"]["code"] for facts in rank_facts("own_steps_more", *WAY)] == [1, 1]
