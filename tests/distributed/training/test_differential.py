@@ -20,27 +20,19 @@ UNEVEN = ["plain", "activity_regularizer", "own train_step", "layer with a scale
 """Cases in which ranks have different numbers of records in a step."""
 
 ON_THREE_RANKS = [
-    *("plain", "reduction sum, weights", "reduction mean_with_sample_weight, weights", "mask, mean, weights"),
-    *("mask, mean_with_sample_weight, weights", "ignore_class, mask", "two outputs, weights", "add_loss"),
+    *("plain", "reduction sum, weights", "mask, mean_with_sample_weight, weights", "two outputs, weights", "add_loss"),
     *("one loss for two outputs", "activity_regularizer, weights", "own compute_loss", "own train_step, weights"),
-    *("own test_step", "own compute_metrics", "function as loss", "weighted_metrics", "metric that returns a dict"),
-    *("maps", "class weights", "named inputs", "use_ema", "optimizer with its own apply"),
+    *("own compute_metrics", "metric that returns a dict", "class weights", "optimizer with its own apply"),
     *("optimizer that holds another", "BatchNormalization, synchronised", "layer with a scale", "layer with a counter"),
-    *("SpectralNormalization", "mixed_float16", "XLA, mask", "accumulated, mask", "accumulated, own train_step", "VAE"),
-    *("GAN", "VQ-VAE", "endpoint layer", "BYOL", "metrics of classes, numbered", "metrics of states that are no sums"),
-    *("metric of a user, a maximum from 0", "losses, mean_with_sample_weight", "layer with an average of records"),
-    *("Embedding, Adam", "contrastive, gathered", "XLA, own train_step"),
+    *("mixed_float16", "accumulated, own train_step", "GAN", "VQ-VAE", "metrics of states that are no sums"),
+    *("Embedding, Adam", "contrastive, gathered", "XLA, mask"),
 ]
 """One of each kind."""
 ON_ONE_RANK = [
-    *("reduction sum_over_batch_size, weights", "mask, sum, weights", "Masking", "mask, metrics", "two outputs, list"),
-    *("two losses, metrics by output", "kernel_regularizer", "regularizer, sum", "constraint", "loss of one number"),
-    *("function as metric", "short names", "acc", "metric that ignores weights", "Dice", "schedule", "global_clipnorm"),
-    *("gradient_accumulation_steps", "LossScaleOptimizer", "optimizer with its own update_step"),
-    *("optimizer with its own apply_gradients", "optimizer MultiOptimizer", "BatchNormalization", "Normalization"),
-    *("mixed_bfloat16", "XLA", "accumulated, sum", "contrastive", "losses, sum", "siamese", "IntegerLookup"),
-    *("frozen and shared layers", "metrics of values", "metrics of a yes or no", "metrics of classes, one-hot"),
-    *("class weights of two losses", "clipping of a model's own optimizers", "own train_step that draws"),
+    *("mask, sum, weights", "Masking", "two outputs, list", "two losses, metrics by output", "regularizer, sum"),
+    *("constraint", "function as metric", "short names", "Dice", "schedule", "gradient_accumulation_steps"),
+    *("LossScaleOptimizer", "optimizer MultiOptimizer", "Normalization", "mixed_bfloat16", "siamese", "IntegerLookup"),
+    *("frozen and shared layers", "metrics of classes, one-hot", "own train_step that draws"),
 ]
 """Those that ranks have no part in, or that are of a kind that three ranks have."""
 
