@@ -255,7 +255,9 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     hints = _hints(cls)
     for key in values:
         if key not in fields:
-            _fail(f"{prefix}{key}", origins, f"unknown key; {_place_of(str(key), list(fields))}")
+            # A part of a setting, such as an entry of data.train, has only its own keys.
+            meant = _place_of(str(key), list(fields)) if prefix.count(".") < 2 else suggest(str(key), list(fields))
+            _fail(f"{prefix}{key}", origins, f"unknown key; {meant}")
     arguments = {}
     for key, value in values.items():
         path, field = f"{prefix}{key}", fields[key]

@@ -174,7 +174,7 @@ def test_a_profiled_step_ends_with_a_table_of_its_most_expensive_ops(run_dir: Pa
 
 def test_the_report_has_the_table_too(run_dir: Path) -> None:
     pytest.importorskip("xprof", reason="reading profiles needs the extra `profile`")
-    page = build_page([read_run(run_dir)])
+    page = build_page([read_run(run_dir)]).replace("<wbr>", "")  # where long names may break
     for costs in read_profiles(find_profiles(run_dir)):
         assert f"<h3>{costs.heading.capitalize()}</h3>" in page
         assert all(f"<td>{op.name}</td>" in page for op in costs.ops)
