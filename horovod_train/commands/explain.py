@@ -33,13 +33,20 @@ from horovod_train.errors import RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, has_run_since, read_lease
-from horovod_train.output.rank_log import FOLDER, RankStory, launch_log, log_file, name_ranks, read_stories
+from horovod_train.output.rank_log import (
+    FOLDER,
+    MOST_CLOCKS_DIFFER_S,
+    RankStory,
+    launch_log,
+    log_file,
+    name_ranks,
+    read_stories,
+)
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
 WATCH_S = 2 * REFRESH_S
 LAUNCH_LINES = 6
 """How many of the last lines of the command launch are shown: those of about three starts."""
-MOST_CLOCKS_DIFFER_S = 60.0
 _NAMED_RANK = re.compile(r"\brank (\d+) \(")
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")

@@ -49,6 +49,24 @@ _MOST_VALUES = 1_000_000
 """With each alias counted as what it stands for."""
 _MOST_LEVELS = 100
 _TOO_DEEP = f"expected values within values at most {_MOST_LEVELS} deep; received deeper ones"
+_OTHER_NAMES = {
+    "batch_size": "data.global_batch_size",
+    "global_batch": "data.global_batch_size",
+    "lr": "lr_schedule.base_lr",
+    "learning_rate": "lr_schedule.base_lr",
+    "num_epochs": "train.epochs",
+    "n_epochs": "train.epochs",
+    "steps": "train.max_steps",
+    "num_steps": "train.max_steps",
+    "momentum": "optimizer.options.momentum",
+    "weight_decay": "optimizer.options.weight_decay",
+    "warmup": "lr_schedule.warmup_epochs",
+    "fp16": "precision",
+    "mixed_precision": "precision",
+    "checkpoint_dir": "output_dir",
+    "logdir": "output_dir",
+}
+"""Names that other tools give to settings."""
 _hints = functools.cache(typing.get_type_hints)
 
 
@@ -274,26 +292,6 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     for key in (name for name in required if name not in arguments):
         _fail(f"{prefix}{key}", origins, "is required and missing.")
     return cls(**arguments)
-
-
-_OTHER_NAMES = {
-    "batch_size": "data.global_batch_size",
-    "global_batch": "data.global_batch_size",
-    "lr": "lr_schedule.base_lr",
-    "learning_rate": "lr_schedule.base_lr",
-    "num_epochs": "train.epochs",
-    "n_epochs": "train.epochs",
-    "steps": "train.max_steps",
-    "num_steps": "train.max_steps",
-    "momentum": "optimizer.options.momentum",
-    "weight_decay": "optimizer.options.weight_decay",
-    "warmup": "lr_schedule.warmup_epochs",
-    "fp16": "precision",
-    "mixed_precision": "precision",
-    "checkpoint_dir": "output_dir",
-    "logdir": "output_dir",
-}
-"""Names that other tools give to settings."""
 
 
 def setting_like(name: str) -> str | None:

@@ -258,7 +258,7 @@ _DRIVERS: dict[str, Callable[[str], object]] = {
 }
 """Scheme of a URL → what imports its driver, or says how to install it."""
 
-Fetch = Callable[[Any, str, int, int, "str | None", float], bytes]
+Fetch = Callable[[Any, str, int, int, str | None, float], bytes]
 """(file system, path in it, first byte, end, version or None for any, seconds) → the bytes between. Raises
 asyncio.TimeoutError after these seconds, where the driver lets requests be ended."""
 

@@ -30,6 +30,8 @@ from horovod_train.shown_text import printable, without_secrets
 FOLDER = "logs"
 TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
 """Kinds of entries that tell of trouble."""
+MOST_CLOCKS_DIFFER_S = 60.0
+"""By how much the clocks of hosts may differ; a host whose clock differs by more is named."""
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
 _INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")

@@ -45,7 +45,6 @@ from horovod_train.training.stopping import StopCoordinator, collected_signals
 
 _RANKS_SHOWN, _LENGTHS_SHOWN = 3, 8
 """Differences and lengths that a message names."""
-MOST_CLOCKS_DIFFER_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ def _deadline(config: Config, started: float, group: WorkerGroup) -> float | Non
     clocks = group.gather(time.time())
     now = statistics.median_high(clocks)  # of two that differ the one by which the run ends earlier
     for rank, clock in enumerate(clocks):
-        if abs(clock - now) > MOST_CLOCKS_DIFFER_S and group.is_root:
+        if abs(clock - now) > rank_log.MOST_CLOCKS_DIFFER_S and group.is_root:
             difference = f"{abs(clock - now):.0f} s {'ahead of' if clock > now else 'behind'}"
             log.warning(
                 f"the clock of {group.name(rank)} is {difference} the others: times in its log are wrong by that."

@@ -30,7 +30,7 @@ SSH = (
 )
 ANSWER_WITHIN_S = 20.0
 DISCOVER_WITHIN_S = 60.0
-_STAY_HERE = re.compile(r"HOSTNAME|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|PWD|OLDPWD|SHLVL|_|BASH_FUNC_.*|LS_COLORS|TERM")
+_OF_THIS_HOST = re.compile(r"HOSTNAME|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|PWD|OLDPWD|SHLVL|_|BASH_FUNC_.*|LS_COLORS|TERM")
 """Variables that describe this host or this terminal. All others reach the ranks of every host."""
 
 
@@ -131,7 +131,7 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
     """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths."""
     root = "localhost" if len(shares) == 1 and is_this_host(shares[0].host) else shares[0].host
     meeting = new_meeting(sum(share.ranks for share in shares), root)
-    environment = {name: value for name, value in os.environ.items() if not _STAY_HERE.fullmatch(name)}
+    environment = {name: value for name, value in os.environ.items() if not _OF_THIS_HOST.fullmatch(name)}
     started = []
     for share in shares:
         is_here = is_this_host(share.host)

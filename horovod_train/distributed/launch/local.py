@@ -46,10 +46,15 @@ def _given_home() -> list[str]:
     """
     if os.path.expanduser("~") != "~":
         return []
-    folder = Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}"
+    folder = users_folder()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     return ["env", f"HOME={folder}"] if folder.lstat().st_uid == os.geteuid() else []
+
+
+def users_folder() -> Path:
+    """Return the path of a folder that this user's processes on this host share; it may not exist."""
+    return Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}"
 
 
 def best_way() -> tuple[Way, str]:

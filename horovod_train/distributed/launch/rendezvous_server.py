@@ -15,7 +15,6 @@ import re
 import secrets
 import socket
 import stat
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -27,6 +26,7 @@ from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, Rend
 from horovod_train.distributed.launch import key_value_store
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, Step
+from horovod_train.distributed.launch.local import users_folder
 from horovod_train.errors import UserError
 
 MAX_VALUE_BYTES = 4 << 20
@@ -73,7 +73,7 @@ def prepare_token(step: Step | Meeting) -> None:
         if os.environ.get(TOKEN, _private_token) != _private_token:
             raise UserError(f"{TOKEN} and the file {TOKEN_FILE}={name} hold different secrets. Unset one of them.")
     elif isinstance(step, Meeting) and step.is_one_host and step.size > 1 and not os.environ.get(TOKEN):
-        _private_token = own_token(Path(tempfile.gettempdir()) / f"horovod_train-{os.geteuid()}")
+        _private_token = own_token(users_folder())
 
 
 def own_token(folder: Path) -> str:

@@ -48,7 +48,7 @@ class LogTraining:
             values["skipped_records"] = bad
         values |= run.clock.take_blocked()
         aside = self._where_time_went(run, step, steps)
-        is_shown_later = bool(self._evaluated_every) and step % (self._evaluated_every or 1) == 0
+        is_shown_later = self._evaluated_every is not None and step % self._evaluated_every == 0
         run.output.append_metrics("train", step, int(run.state.epoch), values, aside, shown=not is_shown_later)
 
     def _speed(self, run: Run) -> tuple[int, dict[str, float]]:
