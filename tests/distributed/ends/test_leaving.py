@@ -504,7 +504,7 @@ def test_a_run_that_cannot_save_ends_on_the_rank_that_writes_and_is_explained_so
 
 def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path: Path) -> None:
     words = ["--config", str(config), "--output-dir", str(tmp_path / "run"), "train.epochs=100000", "log.every_steps=5"]
-    limits = ["watch.warn_after_s=2", "watch.stop_after_s=4"]
+    limits = ["watch.warn_after_s=5", "watch.stop_after_s=10"]
     job = Job("mpirun", 3, [*words, *limits], tmp_path / "log")
     job.wait_until(job.has_said("train step 20 "), "20 steps")
     ranks = job.ranks()

@@ -25,9 +25,10 @@ def documented(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (PROJECT / "docs" / "models.md").read_text()
     (folder / "parts.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
-        name = re.match(r"# (\w+)\.yaml", block)
+        name = re.match(r"# (\w+)\.yaml|# of a config", block)
         assert name, "each config in the docs begins with its name"
-        (folder / f"{name[1]}.yaml").write_text(block)
+        if name[1]:
+            (folder / f"{name[1]}.yaml").write_text(block)
     (folder / "data").mkdir()
     shutil.copytree(digits, folder / "data" / "digits")
     rng = np.random.default_rng(0)
