@@ -99,14 +99,33 @@ def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
     return classes | {fold(name): value for name, value in classes.items()}
 
 
+def find_keras(module: ModuleType, base: type, name: str) -> type | None:
+    """Return a Keras class by name, also in snake case, or by a short one that Keras' `get` knows: `mse`."""
+    classes = keras_classes(module, base)
+    return classes.get(name) or classes.get(fold(name)) or classes.get(fold(_spelled_out(module, name)))
+
+
+def is_short(module: ModuleType, name: str) -> bool:
+    """Return whether a name is one of Keras' short names for something of that module, such as `mse`."""
+    return fold(_spelled_out(module, name)) != fold(name)
+
+
+def _spelled_out(module: ModuleType, name: str) -> str:
+    """Return the name of what Keras' `get` finds: a function, or an object of a class."""
+    try:
+        found = module.get(name)
+    except (AttributeError, TypeError, ValueError):  # keras.callbacks has no get
+        return name
+    return found.__name__ if inspect.isfunction(found) else type(found).__name__
+
+
 def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Callable[..., Any]:
-    """Return a Keras class by name, written `SparseCategoricalCrossentropy` or `sparse_categorical_crossentropy`."""
+    """Return a Keras class by name, or the user's function or class; see find_keras."""
     if ":" in name:
         return load_function(name, where)
-    classes = keras_classes(module, base)
-    chosen = classes.get(name) or classes.get(fold(name))
+    chosen = find_keras(module, base, name)
     if chosen is None:
-        readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
+        readable = sorted({cls.__name__ for cls in keras_classes(module, base).values()} - {base.__name__})
         raise UserError(f"{where}: Keras has no {name!r}; {suggest(name, readable)}")
     return chosen
 

@@ -6,6 +6,7 @@ After that the model is what `fit` would train. Also says what a step is given o
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_train.config.registry import call, choose_keras
+from horovod_train.config.registry import call, choose_keras, is_short, is_users
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, MetricSpec, Spec
 from horovod_train.data.batch_source import Batch
@@ -327,9 +328,26 @@ def targets_of(specs: Sequence[Spec]) -> Mapping[str, str]:
 
 
 def _build(spec: Spec) -> Any:
-    if spec.name in SHORT and not spec.options:
-        return spec.name
-    metric = call(choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics"), spec, "metrics")
+    if not spec.options and (spec.name in SHORT or is_short(keras.metrics, spec.name)):
+        return spec.name  # shown by this name, as in `fit`
+    factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics")
+    if is_users(spec.name) and _compares(factory, spec.options):
+        return keras.metrics.MeanMetricWrapper(factory, **{"name": factory.__name__} | spec.options)
+    metric = call(factory, spec, "metrics")
     if not isinstance(metric, keras.metrics.Metric):
         raise UserError(f"metrics: {spec.name} must make a keras.metrics.Metric; it made {type(metric).__name__}.")
     return metric
+
+
+def _compares(function: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether it is a function of (targets, outputs), as `compile` takes it too, not one that makes a metric."""
+    own = {name: value for name, value in options.items() if name != "name"}
+    return inspect.isfunction(function) and not _takes(function, (), options) and _takes(function, (None, None), own)
+
+
+def _takes(function: Any, values: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*values, **options)
+    except TypeError:
+        return False
+    return True

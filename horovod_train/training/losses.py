@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.loader import build
-from horovod_train.config.registry import call, choose_keras, fold, keras_classes
+from horovod_train.config.registry import call, choose_keras, find_keras, fold
 from horovod_train.config.rules import PER_OUTPUT, class_weight_problem
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
@@ -224,12 +224,11 @@ def refuse_probabilities(config: Config) -> None:
     """Raise UserError for a loss or metric of probabilities with a built-in model, as all of those return logits."""
     if config.model.name not in MODELS:
         return
-    losses = keras_classes(keras.losses, keras.losses.Loss)
-    metrics = keras_classes(keras.metrics, keras.metrics.Metric)
+    losses, metrics = (keras.losses, keras.losses.Loss), (keras.metrics, keras.metrics.Metric)
     of_metrics = [(part, metrics, spec) for part in ("metrics", "weighted_metrics") for spec in getattr(config, part)]
     for part, classes, spec in [("loss", losses, config.loss), *of_metrics]:
         name = "sparse_categorical_crossentropy" if spec.name == AUTO else spec.name
-        kind = classes.get(name) or classes.get(fold(name))
+        kind = find_keras(*classes, name)
         option = _option_for_logits(kind, spec.options) if kind else None
         if option is not None:
             hint = f"; write {{name: {name}, options: {{{option}}}}}" if option else ""

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import user_faults  # noqa: F401  found by its name below
-import user_models  # noqa: F401
+import user_models
 
 from horovod_train.config.settings import Config, LrScheduleConfig, MetricSpec, OptimizerSpec, Spec
 from horovod_train.errors import UserError
@@ -104,6 +105,22 @@ def test_metrics_are_what_compile_takes() -> None:
         "two": "two",
     }
     assert build_metrics([]) == []
+
+
+def test_short_names_and_functions_are_taken_as_compile_takes_them() -> None:
+    """Keras' short names, which it then shows; a function of (targets, outputs) besides one that makes a metric."""
+    assert isinstance(build_loss(Spec("mse")).loss, keras.losses.MeanSquaredError)
+    assert isinstance(build_loss(Spec("kld", {"reduction": "sum"})).loss, keras.losses.KLDivergence)
+    short, named, function = build_metrics(
+        [Spec("mae"), Spec("mae", {"name": "error"}), Spec("user_models:huber_per_record", {"delta": 0.5})]
+    )
+    assert short == "mae"
+    assert isinstance(named, keras.metrics.MeanAbsoluteError)
+    targets, outputs = np.array([1, 2]), np.eye(10, dtype=np.float32)[[1, 4]]
+    function.update_state(targets, outputs)
+    assert function.name == "huber_per_record"
+    expected = float(np.mean(user_models.huber_per_record(targets, outputs, 0.5)))
+    assert float(function.result()) == pytest.approx(expected)
 
 
 def test_what_a_users_function_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
