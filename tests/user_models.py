@@ -86,16 +86,6 @@ def compiled_pair() -> keras.Model:
     return model
 
 
-def tagger(ignore_class: int | None = None) -> keras.Model:
-    """Six tokens, 0 for none → 3 logits for each, compiled."""
-    tokens = keras.Input((6,), dtype="int64")
-    x = layers.Embedding(9, 4, mask_zero=ignore_class is None)(tokens)
-    model = keras.Model(tokens, layers.Dense(3)(layers.LSTM(5, return_sequences=True)(x)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignore_class)
-    model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
-    return model
-
-
 class CompiledItsWay(keras.Model):
     def __init__(self) -> None:
         super().__init__()
