@@ -96,7 +96,7 @@ class Batches(Iterator[Batch]):
             lambda spec: tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype), specs
         )
         any_steps = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), specs)
-        self._cursor = Cursor(iter(chunks), empty_chunk, tf.constant(0))
+        self._cursor = Cursor(iterate(chunks), empty_chunk, tf.constant(0))
         self._spec = Cursor(tf.data.IteratorSpec(specs), any_steps, tf.TensorSpec([], tf.int32))
         self._function: Any = None
 
@@ -114,6 +114,17 @@ class Batches(Iterator[Batch]):
         cursor = _advance_if_used_up(self._cursor, lambda take: take())
         self._cursor = cursor._replace(taken=cursor.taken + 1)
         return _batch_at(cursor.chunk, cursor.taken)
+
+
+def iterate(data: tf.data.Dataset) -> Iterator[Any]:
+    """Return an iterator over a dataset, without tf.data's autotuner unless the dataset asks for it.
+
+    That one's thread at times misses that its iterator goes, which then waits for the thread's next turn: up to a
+    minute at the end of a run or an epoch (seen in TensorFlow 2.21). Without it AUTOTUNE means one call for each core.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = bool(data.options().autotune.enabled)
+    return iter(data.with_options(options))
 
 
 def for_each_batch(

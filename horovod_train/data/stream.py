@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.batch_source import Batch, BatchSource, StepRange, prefetch_to
+from horovod_train.data.batch_source import Batch, BatchSource, StepRange, iterate, prefetch_to
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
@@ -81,8 +81,8 @@ class StreamPipeline(BatchSource):
 
         with self._stream.explaining(epoch):
             records = self._stream.dataset(epoch)
-            first_record = leaves_of(next(iter(records.take(1).batch(1)), None)) if first_step else []
-            blocks = iter(records.skip(first_step * rows).batch(self.steps_per_chunk * rows).prefetch(1))
+            first_record = leaves_of(next(iterate(records.take(1).batch(1)), None)) if first_step else []
+            blocks = iterate(records.skip(first_step * rows).batch(self.steps_per_chunk * rows).prefetch(1))
             for _, first, last in ranges:
                 leaves, room = leaves_of(next(blocks, None)), (last - first) * rows
                 first_record = first_record or [leaf[:1] for leaf in leaves]

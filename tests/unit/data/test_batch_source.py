@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from horovod_train.data.batch_source import Batch, Batches, Cursor, for_each_batch
+from horovod_train.data.batch_source import Batch, Batches, Cursor, for_each_batch, iterate
 
 ROWS = 2
 
@@ -82,3 +82,27 @@ def test_other_batches_of_the_same_kind_need_no_second_compilation() -> None:
     take = Taker()
     assert [take(Batches(chunks(*lengths)), 3) for lengths in ((3,), (1, 2), (7,))] == [[0, 1, 2]] * 3
     assert take.traces == 1
+
+
+class Iterated(list[int]):
+    """What a dataset gives, and the options it is iterated with."""
+
+    def __init__(self, autotune: bool | None = None) -> None:
+        super().__init__([1, 2])
+        self._options = tf.data.Options()
+        if autotune is not None:
+            self._options.autotune.enabled = autotune
+
+    def options(self) -> tf.data.Options:
+        return self._options
+
+    def with_options(self, options: tf.data.Options) -> Iterated:
+        self._options = options
+        return self
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, False), (False, False), (True, True)])
+def test_the_autotuner_whose_end_is_waited_for_runs_only_if_a_dataset_asks(asked: bool | None, given: bool) -> None:
+    data = Iterated(asked)
+    assert list(iterate(data)) == [1, 2]
+    assert data.options().autotune.enabled is given
