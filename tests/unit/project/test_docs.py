@@ -146,7 +146,8 @@ def test_the_api_page_names_modules_that_exist() -> None:
         as_package = PROJECT / name.replace(".", "/") / "__init__.py"
         path = PROJECT / (module.replace(".", "/") + ".py")
         path = path if path.exists() else PROJECT / module.replace(".", "/") / "__init__.py"
-        is_member = path.exists() and re.search(rf"^(class |def )?{member}\b", path.read_text(), re.MULTILINE)
+        defines = rf"^(class |def )?{member}\b|\b{member} as {member}\b"
+        is_member = path.exists() and re.search(defines, path.read_text(), re.MULTILINE)
         assert as_module.exists() or as_package.exists() or is_member, name
 
 
