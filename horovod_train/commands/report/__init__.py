@@ -42,11 +42,12 @@ h2 { border-top: 2px solid var(--grid); padding-top: 1rem; overflow-wrap: anywhe
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--grid); vertical-align: top;
-  overflow-wrap: anywhere; min-width: 3rem; } td:first-child { overflow-wrap: break-word; }
+  overflow-wrap: break-word; min-width: 3rem; } td:nth-child(2):last-child { overflow-wrap: anywhere; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
-figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 28rem; height: auto; }
+figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 22rem; height: auto; }
 figcaption { font-weight: 600; }
 pre { background: var(--soft); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre span { white-space: nowrap; }
 """
 
 
@@ -129,7 +130,9 @@ def _curves(runs: Sequence[Run], drawer: Drawer) -> Iterator[str]:
 
 def _summary(run: Run, number: int) -> Iterator[str]:
     yield f'<h2 id="run-{number}">{_text(run.name)}</h2>'
-    yield f"<pre>{_text(chr(10).join(run.explanation.lines()))}</pre>"
+    story = _text("\n".join(run.explanation.lines()))
+    story = re.sub("(--[a-z-]+)", r"<span>\1</span>", story)  # browsers break --output-dir after its hyphens
+    yield f"<pre>{story}</pre>"
     yield _table(["", ""], [list(fact) for fact in _facts(run)])
 
 
@@ -147,7 +150,8 @@ def _details(run: Run, number: int, drawer: Drawer) -> Iterator[str]:
         yield f"<h3>{_text(costs.heading[0].upper() + costs.heading[1:])}</h3>"
         if costs.ops:
             yield _table(["ms", "share", "op", "name"], [list(row) for row in costs.rows()])
-    yield f"<details><summary>The last {_ROWS_SHOWN} lines of metrics</summary>{_last_rows(run)}</details>"
+    if run.rows:
+        yield f"<details><summary>The last {_ROWS_SHOWN} lines of metrics</summary>{_last_rows(run)}</details>"
     settings = [[key, _value(value)] for key, value in run.settings.items()]
     yield f"<details><summary>All settings</summary>{_table(['setting', 'value'], settings)}</details>"
 

@@ -260,8 +260,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras' ModelCheckpoint with save_best_only, which writes on rank 0 only.
 
-    filepath: default best.keras, or best.weights.h5 with save_weights_only; Horovod's has none. The other arguments are
-    Keras'. Put it after MetricAverageCallback.
+    filepath: default best.keras, or best.weights.h5 with save_weights_only; Horovod's has none.
+
+    The other arguments are Keras'. Put it after MetricAverageCallback.
     """
 
     def __init__(
