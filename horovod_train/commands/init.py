@@ -217,7 +217,7 @@ def _mine(arguments: argparse.Namespace) -> Draft:
 
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
-    "images": (_images, "FOLDER", "JPEG and PNG files in a folder for each class"),
+    "images": (_images, "FOLDER", "image files in a folder for each class"),
     "table": (_table, "FILE.csv", "a csv file with a header: numbers and texts → a class or a number"),
     "text": (_text, "FILE.csv", "a csv file with a column of texts and one of classes"),
     "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
