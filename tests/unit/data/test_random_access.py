@@ -156,6 +156,15 @@ def test_classes_of_hugging_face_are_known_and_several_splits_refused(tmp_path: 
         open_records(config(tmp_path / "all", targets=("kind",)), "train")
 
 
+@pytest.mark.parametrize("form", ["npy", "npz", "packed npz"])
+def test_arrays_in_fortran_order_are_read(form: str, tmp_path: Path) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    path = WRITERS[form](tmp_path, {"x": np.asfortranarray(x), "y": np.arange(8)})
+    (batch,) = read(pipeline(config(path, targets=("y",), shuffle=False)))
+    assert np.array_equal(batch.inputs, x)
+    assert np.array_equal(batch.targets, np.arange(8))
+
+
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
