@@ -143,6 +143,7 @@ print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) els
         (["images", "nowhere"], "nowhere"),
         (["images", "flat"], "flat"),
         (["table", "flats.csv", "--target", "prize"], "--target prize: flats.csv has no such column"),
+        (["table", "nan.csv"], "nan.csv: record 1: area is nan; leave its line out."),
         (["text", "flats.csv"], "expected classes in column price"),
         (["tfrecords", "flat"], "expected *.tfrecord* files in it"),
         (["mine", "--out", "configs/a.yaml"], "in this folder"),
@@ -151,11 +152,12 @@ print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) els
 def test_what_it_cannot_use_is_one_line_and_leaves_nothing(words: list[str], line: str, tmp_path: Path) -> None:
     make_numbers(tmp_path)
     (tmp_path / "flat").mkdir()
+    (tmp_path / "nan.csv").write_text("area,price\n1.5,2\nnan,3\n" + "2.5,4\n" * 10)
     finished = run_process([*MAIN, "init", *words], cwd=tmp_path)
     assert finished.returncode == 2
     assert line in finished.stderr
     assert len(finished.stderr.splitlines()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv", "nan.csv"]
 
 
 def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
