@@ -165,6 +165,8 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
             summary = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
             if records["fold"]:
                 summary += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
+            if records["eval_fraction"]:
+                summary += f", {'only' if split == 'eval' else 'without'} the {records['eval_fraction']:g} held out"
             names = f"{', '.join(records['inputs'])} → {', '.join(records['targets']) or 'nothing'}"
             names += f", weighted by {records['weight']}" if records["weight"] else ""
             lines.append((f"{split} data", f"{summary}; {names}"))
