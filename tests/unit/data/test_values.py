@@ -52,7 +52,7 @@ def test_a_table_is_read_as_other_programs_write_it(form: str, tmp_path: Path) -
         "b": [2.5, 1000],
         "c": ["x y", "z"],
     }
-    assert (columns["a"].dtype, columns["b"].dtype) == (np.int64, np.float32)
+    assert (columns["a"].dtype.name, columns["b"].dtype.name) == ("int64", "float32")
 
 
 def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path: Path) -> None:
