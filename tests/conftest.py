@@ -157,6 +157,21 @@ def train(
     return run_process(command, environment=environment, **options)
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as `pip wheel` builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # setuptools builds in place, and packs what an earlier build has left there
+    shutil.copytree(PROJECT / "horovod_train", source / "horovod_train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    built = run_process([sys.executable, "-m", "pip", *words])
+    assert built.returncode == 0, built.text
+    (made,) = folder.glob("*.whl")
+    return made
+
+
 @functools.cache
 def warm_python() -> list[str]:
     """The words to put for `python` to run a program in a fork of warm.py, which is started here and kept."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from horovod_train.commands.cli import add_config, build_table, count, load_from_arguments, open_screen
+from horovod_train.commands.cli import add_config, build_table, count, files_or_folder, load_from_arguments, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
@@ -101,7 +101,7 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
 
 def _show_report(console: Console, report: Report) -> None:
     console.print(
-        f"{report.where}: {report.records} records in {report.files} files, {report.bytes / 1e6:.1f} MB; "
+        f"{report.where}: {report.records} records in {files_or_folder(report.files)}, {report.bytes / 1e6:.1f} MB; "
         f"{len(report.bad)} faults, {report.duplicates} duplicates",
         markup=False,
     )

@@ -264,6 +264,11 @@ def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: C
     return table
 
 
+def files_or_folder(files: int) -> str:
+    """Say in how many files records are. A folder of images counts as one."""
+    return "1 file or folder" if files == 1 else f"{files} files"
+
+
 def check_out(option: str, name: str, artifact: Artifact) -> None:
     """Raise UserError, on root, if `artifact` cannot be written under this name or would replace something else."""
     if launcher.detect().rank != 0:

@@ -217,7 +217,7 @@ def _mine(arguments: argparse.Namespace) -> Draft:
 
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
-    "images": (_images, "FOLDER", "JPEG and PNG files in a folder for each class"),
+    "images": (_images, "FOLDER", "image files in a folder for each class"),
     "table": (_table, "FILE.csv", "a csv file with a header: numbers and texts → a class or a number"),
     "text": (_text, "FILE.csv", "a csv file with a column of texts and one of classes"),
     "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
@@ -233,6 +233,10 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
         raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
     if len(table[target]) < 2 * FOLDS:
         raise UserError(f"{arguments.path}: expected at least {2 * FOLDS} records; it has {len(table[target])}.")
+    for name, column in table.items():
+        if column.dtype.kind == "f" and not np.isfinite(column).all():
+            record = int(np.flatnonzero(~np.isfinite(column))[0])
+            raise UserError(f"{arguments.path}: record {record}: {name} is {column[record]}; leave its line out.")
     return table, target
 
 

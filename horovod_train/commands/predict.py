@@ -41,8 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
     check_out("--out", arguments.out, PREDICTIONS)
-    if arguments.data:  # data.fold and data.dataset are of training
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None, dataset=None))
+    if arguments.data:  # how data.train is parted, and data.dataset, are of training
+        data = dataclasses.replace(config.data, fold=None, eval_fraction=None, dataset=None)
+        config = dataclasses.replace(config, data=data)
     data = dataclasses.replace(config.data, eval=paths)
     try:
         look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)

@@ -88,6 +88,9 @@ def load(files: Iterable[str | Mapping[str, Any]], overrides: Iterable[str] = ()
         _merge(values, origins, _parse_override(override), "")
     _check_texts(values, "", origins)
     config = _build(Config, values, "", origins)
+    if config.data.eval_fraction and not config.data.eval:
+        data = dataclasses.replace(config.data, eval=config.data.paths("train"))
+        config, origins["data.eval"] = dataclasses.replace(config, data=data), "a part of data.train"
     for key, problem in broken_rules(config):
         _fail(key, origins, problem)
     return config, origins

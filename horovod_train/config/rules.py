@@ -119,14 +119,19 @@ def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
+    key = "data.fold" if data.fold is not None else "data.eval_fraction"
+    if data.fold is not None and data.eval_fraction is not None:
+        yield "data.eval_fraction", "give either this or data.fold, not both."
+    if data.eval_fraction in (0, 1):
+        yield "data.eval_fraction", f"must be above 0 and below 1; received {data.eval_fraction:g}."
+    if (data.fold or data.eval_fraction) and data.eval and data.paths("eval") != data.paths("train"):
+        problem = "parts the records of data.train, so data.eval must name the same, or be left out"
+        yield key, f"{problem}; received {', '.join(data.eval)}."
     if data.fold is None:
         return
     parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)
     if not parts or not (1 <= int(parts[1]) <= int(parts[2]) and int(parts[2]) >= 2):
         yield "data.fold", f"expected k/K with k from 1 to K, and K at least 2, like 1/5; received {data.fold}."
-    if data.eval and data.paths("eval") != data.paths("train"):
-        problem = "parts the records of data.train, so data.eval must name the same, or be left out"
-        yield "data.fold", f"{problem}; received {', '.join(data.eval)}."
 
 
 def _wrong_buckets(config: Config) -> Iterator[tuple[str, str]]:

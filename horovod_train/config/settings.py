@@ -106,6 +106,9 @@ class DataConfig:
     steps_per_epoch: int | None = setting(None, "steps of a stream's epoch; default: what its epoch 0 has", minimum=1)
     source: Spec | None = setting(None, "package.module:Class, called with each entry of train and eval to read it")
     fold: str | None = setting(None, "k/K: train on all but part k of K of the records, evaluate on that part")
+    eval_fraction: float | None = setting(
+        None, "above 0, below 1: train on all but this part of data.train, evaluate on it", minimum=0, maximum=1
+    )
     features: dict[str, Any] = setting({}, "what a record holds, where neither dataset.json nor the records say it")
     inputs: tuple[str, ...] = setting((), "features that the model gets; default: dataset.json's, or all but targets")
     targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")

@@ -24,7 +24,7 @@ from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, check_weight, dump_schema, find_schema, schema_of_names
 from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
 from horovod_train.data.storage import Storage
-from horovod_train.data.subsets import DataSet, Entry, Selection, fold_records, mix, split_by_entry
+from horovod_train.data.subsets import DataSet, Entry, Selection, fold_records, hold_out, mix, split_by_entry
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 
@@ -131,6 +131,8 @@ def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     source = records.source
     if config.fold:
         source = fold_records(source, config.fold, is_left_out=split == "eval")
+    elif config.eval_fraction:
+        source = hold_out(source, config.eval_fraction, is_held_out=split == "eval")
     data_sets = split_by_entry(source, split_files.entries)
     if any(entry.repeats > 1 for entry in split_files.entries):
         source = mix(source, split_files.entries)

@@ -193,7 +193,9 @@ class Feature:
     max_length: int | None = setting(None, "a list of up to so many items, padded: [max_length, *shape]", minimum=1)
     padding: int | float = setting(0, "what a list is padded with")
     sequence: bool = setting(False, "a list in the feature_lists of a tf.train.SequenceExample")
-    decode: Literal["none", "raw", "image"] = setting("none", "raw: bytes are numbers, row-major; image: JPEG or PNG")
+    decode: Literal["none", "raw", "image"] = setting(
+        "none", "raw: bytes are numbers, row-major; image: JPEG, PNG, WebP, BMP, GIF"
+    )
     raw_dtype: RawDtype = setting("uint8", "of raw numbers, little-endian")
     resize: Literal["none", "stretch", "crop"] = setting("none", "how an image of another size comes to `shape`")
     crop_fraction: float = setting(1.0, "height of the crop, of the largest that fits; usual: 0.875", maximum=1)

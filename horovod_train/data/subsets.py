@@ -1,4 +1,4 @@
-"""Selects records of a source: k-fold cross-validation, and mixtures of data sets. Knows no format.
+"""Selects records of a source: k-fold cross-validation, a held-out part, and mixtures of data sets. Knows no format.
 
 Of each K neighbouring records one is in each fold, drawn from their number alone: so folds have equal sizes to within
 one record, are alike even where files are sorted, and are the same in every run, whatever its seed. In a mixture each
@@ -22,7 +22,7 @@ from horovod_train.data.schema import Feature
 from horovod_train.data.source import Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, RecordSource
 from horovod_train.errors import UserError
 
-_FOLDS = 4  # so that parts are independent of the orders of epochs; see sampler
+_FOLDS, _FRACTION = 4, 5  # so that parts are independent of the orders of epochs; see sampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +87,36 @@ def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selec
     if source.blocks.num_records < folds:
         raise UserError(f"data.fold: {fold} needs at least {folds} records; there are {source.blocks.num_records}.")
     in_part = parts_of_records(source.blocks.num_records, folds) == number - 1
-    chosen = in_part if is_left_out else ~in_part
+    return _select(source, in_part if is_left_out else ~in_part, f"{number}/{folds}", is_left_out)
+
+
+def hold_out(source: RecordSource, fraction: float, *, is_held_out: bool) -> Selection:
+    """Return all records but a fraction, above 0 and below 1. is_held_out: return that fraction instead.
+
+    Raises UserError if none would be left to train.
+    """
+    is_in = held_out_records(source.blocks.num_records, fraction)
+    if is_in.all():
+        raise UserError(f"data.eval_fraction: {fraction:g} of 1 record leaves none to train.")
+    return _select(source, is_in if is_held_out else ~is_in, f"fraction {fraction!r}", is_held_out)
+
+
+def held_out_records(records: int, fraction: float) -> np.ndarray:
+    """Return which records are held out: bool [records]. Of each 1 / fraction neighbours one is, drawn by number."""
+    numbers = np.arange(records)
+    group = np.floor(numbers * fraction)
+    by_draw = np.lexsort((counter_rng.integers(counter_rng.key(_FRACTION), numbers), group))
+    is_in = np.zeros(records, bool)
+    is_in[by_draw[np.unique(group, return_index=True)[1]]] = True  # the first of each group in the order of draws
+    return is_in
+
+
+def _select(source: RecordSource, chosen: np.ndarray, part: str, is_left_out: bool) -> Selection:
+    """Return the chosen records, bool [records]. part: what identifies those that training leaves out."""
     counts = _count_chosen(chosen, source.blocks.first_record)
     block = np.flatnonzero(counts)
     edges = np.concatenate([[0], np.cumsum([part.records for part in source.parts])])
-    digest_suffix = f"{number}/{folds} {'only' if is_left_out else 'left out'}"
+    digest_suffix = f"{part} {'only' if is_left_out else 'left out'}"
     parts = [
         part._replace(records=count, digest=hashlib.sha256(f"{part.digest} {digest_suffix}".encode()).hexdigest())
         for part, count in zip(source.parts, _count_chosen(chosen, edges).tolist(), strict=True)

@@ -105,7 +105,8 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
         image = _decode_whole(feature, file)
     except tf.errors.InvalidArgumentError as error:
         reason = str(error.message).split(" [Op:")[0].rsplit("}} ", 1)[-1]
-        return f"expected a JPEG or PNG image; {len(file)} bytes that cannot be decoded: {reason.strip(' .')}"
+        expected = "expected an image as JPEG, PNG, WebP, BMP or GIF"
+        return f"{expected}; {len(file)} bytes that cannot be decoded: {reason.strip(' .')}"
     if feature.classes and int(tf.reduce_max(image)) >= feature.classes:
         return f"expected values from 0 to {feature.classes - 1}; the image holds {int(tf.reduce_max(image))}"
     if feature.resize != "none" or tuple(image.shape) == feature.shape:

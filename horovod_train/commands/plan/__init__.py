@@ -24,6 +24,7 @@ from horovod_train.commands.cli import (
     above_0,
     add_config_arguments,
     count,
+    files_or_folder,
     load_config,
     missing_data,
     nearest_existing,
@@ -160,11 +161,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     lines = [("ranks", f"{facts['ranks']}")]
     for split, records in facts["records"].items():
         if records:
-            parts = "1 file or folder" if records["files"] == 1 else f"{records['files']} files"
-            where = f"from {records['source']}" if records["source"] else f"in {parts}"
+            where = f"from {records['source']}" if records["source"] else f"in {files_or_folder(records['files'])}"
             summary = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
             if records["fold"]:
                 summary += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
+            if records["eval_fraction"]:
+                summary += f", {'only' if split == 'eval' else 'without'} the {records['eval_fraction']:g} held out"
             names = f"{', '.join(records['inputs'])} → {', '.join(records['targets']) or 'nothing'}"
             names += f", weighted by {records['weight']}" if records["weight"] else ""
             lines.append((f"{split} data", f"{summary}; {names}"))
@@ -205,6 +207,8 @@ def _rate_lines(facts: Facts) -> list[tuple[str, str]]:
     rates = facts["learning_rate"]
     if isinstance(rates, str):
         return [("learning rate", f"as {rates} says")]
+    if len({row["rate"] for row in rates}) == 1:
+        return [("learning rate", f"{rates[0]['rate']:.6g}, constant")]
     head = f"{'epoch':>10}  {'step':>12}  rate"
     rows = [f"{row['epoch']:>10,.2f}  {row['step']:>12,}  {row['rate']:.6g}" for row in rates]
     return [("learning rate", head), *(("", row) for row in rows)]

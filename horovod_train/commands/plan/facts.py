@@ -217,6 +217,7 @@ def _records(records: Records, config: Config) -> Facts:
         "targets": list(records.schema.targets),
         "data_sets": [data_set._asdict() for data_set in records.data_sets],
         "fold": config.data.fold,
+        "eval_fraction": config.data.eval_fraction,
         "source": config.data.source.name if config.data.source else None,
         "weight": config.data.weight,
     }

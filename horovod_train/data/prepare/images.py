@@ -1,4 +1,4 @@
-"""JPEG and PNG files, in a folder for each class."""
+"""JPEG, PNG, WebP, BMP and GIF files, in a folder for each class."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
-NOT_READ = (".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif", ".heic", ".jp2", ".ppm", ".pgm")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+"""The same, as Pillow calls them."""
+NOT_READ = (".tif", ".tiff", ".jfif", ".avif", ".heic", ".jp2", ".ppm", ".pgm")
 """Suffixes of images that are not read. A folder of these is one of images, too, and messages name its files."""
 
 
@@ -56,7 +58,7 @@ def _write(arguments: argparse.Namespace) -> None:
         path = files[record]
         name = path.parent.name
         return {
-            "image/encoded": _read(path),
+            "image/encoded": _read(path, arguments.channels),
             "image/class/label": labels[name],
             "image/class/text": name,
             "image/filename": path.name,
@@ -99,23 +101,30 @@ def list_images(folder: str) -> ImageList:
     return ImageList(classes, images, left_out_note(folder, others, f"{kinds} in its folders"))
 
 
-def _read(path: Path) -> bytes:
-    """Return the file's bytes, after Pillow has verified that it is a complete image."""
+def _read(path: Path, channels: int) -> bytes:
+    """Return the file's bytes, after Pillow has verified that it is a complete image that TensorFlow can decode."""
     pillow = import_extra("PIL.Image", "images", "prepare images")
     try:
-        with pillow.open(path) as image:
+        with pillow.open(path, formats=_FORMATS) as image:
             image.load()
+            kind, mode, is_animated = image.format, image.mode, getattr(image, "is_animated", False)
+        if channels == 1 and kind in ("WEBP", "BMP", "GIF"):
+            raise UserError(f"{path}: TensorFlow decodes {kind} in colours only. Store it as PNG, or use --channels 3.")
+        if (kind, is_animated) == ("WEBP", True) or (kind, mode) == ("BMP", "P"):
+            what = "an animation" if is_animated else "a palette, which is ignored"
+            raise UserError(f"{path}: TensorFlow does not decode a {kind} with {what}. Store it as PNG.")
         return path.read_bytes()
     except pillow.UnidentifiedImageError as error:
-        raise UserError(f"{path}: is neither JPEG nor PNG. Remove it or put an image there.") from error
+        raise UserError(f"{path}: is no JPEG, PNG, WebP, BMP or GIF. Remove it or put an image there.") from error
     except (OSError, SyntaxError, pillow.DecompressionBombError) as error:
         raise UserError(f"{path}: cannot be read as an image: {error}.") from error
 
 
 IMAGES = Kind(
-    """JPEG and PNG files, one folder per class, as records with ImageNet's names: image/encoded and image/class/label.
+    """Image files, one folder per class, as records with ImageNet's names: image/encoded and image/class/label.
 
-    Labels count from 0, in the order of the folders' names. Files are stored unchanged.
+    Labels count from 0, in the order of the folders' names. Files are stored
+    unchanged: JPEG, PNG, WebP, BMP and GIF.
     """,
     _add_arguments,
     _write,

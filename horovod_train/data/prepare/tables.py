@@ -162,12 +162,14 @@ def _write_csv(arguments: argparse.Namespace) -> None:
 def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
     """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError.
 
-    Columns of true and false, in any case, are 1 and 0.
+    The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
+    may have decimal commas. Columns of true and false, in any case, are 1 and 0.
     """
     try:
-        with io.TextIOWrapper(io.BytesIO(storage.read_all(path)), newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            lines = [(reader.line_num, row) for row in reader if row]
+        text = storage.read_all(path).decode("utf-8-sig")
+        separator = _separator(text.partition("\n")[0])
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
+        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -182,10 +184,10 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
             raise UserError(f"{path}:{number}: expected {len(names)} cells, as in the header; got {len(row)}.")
         if "" in row:
             raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
-    table = {}
+    table, point = {}, "," if separator == ";" else "."
     for name, cells in zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True):
-        table[name] = _column(cells)
-        missing = _find_missing(cells) if table[name].dtype.kind == "U" else None
+        table[name] = _column(cells, point)
+        missing = _find_missing(cells, point) if table[name].dtype.kind == "U" else None
         if missing is not None:
             raise UserError(
                 f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
@@ -194,8 +196,15 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
     return table
 
 
-def _column(cells: Sequence[str]) -> np.ndarray:
-    numbers = _as_numbers(cells)
+def _separator(header: str) -> str:
+    try:
+        return csv.Sniffer().sniff(header, ",;|\t").delimiter
+    except csv.Error:  # a single column
+        return ","
+
+
+def _column(cells: Sequence[str], point: str) -> np.ndarray:
+    numbers = _as_numbers(cells, point)
     if numbers is not None:
         return numbers
     if {cell.lower() for cell in cells} <= _BOOLEANS.keys():
@@ -203,21 +212,21 @@ def _column(cells: Sequence[str]) -> np.ndarray:
     return np.array(cells)
 
 
-def _as_numbers(cells: Sequence[str]) -> np.ndarray | None:
-    """Return cells as int64 or float32; None if some are no numbers."""
+def _as_numbers(cells: Sequence[str], point: str) -> np.ndarray | None:
+    """Return cells as int64 or float32; None if some are no numbers. point: what stands before decimals."""
     for dtype in (np.int64, np.float32):
         try:
-            return np.array(cells).astype(dtype)
+            return np.array([cell.replace(point, ".") for cell in cells]).astype(dtype)
         except (ValueError, OverflowError):
             continue
     return None
 
 
-def _find_missing(cells: Sequence[str]) -> int | None:
+def _find_missing(cells: Sequence[str], point: str) -> int | None:
     """Return the first cell that stands for a missing number, if all others are numbers; else None."""
-    missing = [place for place, cell in enumerate(cells) if cell.strip().lower() in _MISSING]
-    others = [cell for cell in cells if cell.strip().lower() not in _MISSING] if missing else []
-    return missing[0] if others and _as_numbers(others) is not None else None
+    missing = [place for place, cell in enumerate(cells) if cell.lower() in _MISSING]
+    others = [cell for cell in cells if cell.lower() not in _MISSING] if missing else []
+    return missing[0] if others and _as_numbers(others, point) is not None else None
 
 
 CSV = Kind(

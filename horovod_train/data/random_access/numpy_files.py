@@ -1,6 +1,7 @@
 """Arrays of numpy: a folder of NAME.npy files, or an npz archive. Each array is a feature, with a row for each record.
 
-Rows are read from the file when they are needed. The arrays of a compressed archive are kept in memory whole.
+Rows are read from the file when they are needed. Arrays of a compressed archive, or in Fortran order, are kept in
+memory whole.
 """
 
 from __future__ import annotations
@@ -126,8 +127,11 @@ def _opened(path: str, storage: Storage) -> BinaryIO:
     return BufferedReader(RemoteFile(Pages(storage, path))) if is_remote(path) else open(path, "rb")
 
 
-def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
-    """Return where the rows of an array are. start: the byte at which the array begins. Raises ValueError."""
+def _find_rows(path: str, start: int, storage: Storage) -> _Rows | np.ndarray:
+    """Return where the rows of an array are, or all of them if they do not lie one after the other.
+
+    start: the byte at which the array begins. Raises ValueError.
+    """
     with _opened(path, storage) as file:
         file.seek(start)
         version = np.lib.format.read_magic(file)
@@ -138,7 +142,8 @@ def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
         if any(size < 0 for size in shape):
             raise ValueError(f"{path} declares the shape {list(shape)}")
         if is_fortran and len(shape) > 1:
-            raise ValueError(f"{path} is in Fortran order; save np.ascontiguousarray of it")
+            file.seek(start)
+            return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
         read_at: Callable[[int, int], bytes] = functools.partial(storage.read, path)
         if is_remote(path):
             read_at = Pages(storage, path).read

@@ -1,10 +1,15 @@
-"""The first hour of someone with data: init → plan → train on two ranks → evaluate → predict → export → load."""
+"""The first hour of someone with data: init → plan → train on two ranks → evaluate → predict → export → load.
+
+From the built wheel, in an environment that knows nothing of the checkout.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -51,11 +56,6 @@ def make_texts(folder: Path) -> None:
     (folder / "reviews.csv").write_text("review,mood\n" + "\n".join(lines) + "\n")
 
 
-def make_records(folder: Path) -> None:
-    words = ["prepare", "mlp-samples", "--records", "400", "--eval-records", "80", "--out", "samples"]
-    assert run_process([*MAIN, *words], cwd=folder).returncode == 0
-
-
 def nothing(folder: Path) -> None:
     return None
 
@@ -65,38 +65,64 @@ KINDS: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "numbers": (make_numbers, ["table", "flats.csv"], "area (numbers), district (text) → price, a number"),
     "classes": (make_species, ["table", "penguins.csv"], "→ species, 3 classes; 120 to train, 30 to evaluate"),
     "texts": (make_texts, ["text", "reviews.csv"], "in 2 classes of mood: neg, pos; 96 to train"),
-    "records": (make_records, ["tfrecords", "samples"], "inputs sample"),
+    "records": (nothing, ["tfrecords", "samples"], "inputs sample"),
     "mine": (nothing, ["mine"], "they run as they are"),
 }
 
 
-def call(folder: Path, *words: str, ranks: int = 1) -> Finished:
-    launcher = ["horovodrun", "--gloo", "-np", str(ranks)] if ranks > 1 else []
-    environment = rank_environment()
-    environment["PYTHONPATH"] = environment["PYTHONPATH"].partition(":")[0]  # no module of the tests
-    finished = run_process([*launcher, *MAIN, *words], cwd=folder, environment=environment)
-    assert finished.returncode == 0, finished.text
-    return finished
+@pytest.fixture(scope="session")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has the wheel, and what else is installed here."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    # As a path, so that Python does not read the .pth files there, of which one leads to the checkout.
+    (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    script = "import horovod_train; print(horovod_train.__file__)"
+    found = run_process([f"{venv}/bin/python", "-c", script], cwd=venv, environment=environment_of_a_user())
+    assert found.stdout.strip() == f"{packages}/horovod_train/__init__.py", found.text
+    return f"{venv}/bin/python"
+
+
+def environment_of_a_user() -> dict[str, str]:
+    return {name: value for name, value in rank_environment().items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture
+def call(python: str, tmp_path: Path) -> Callable[..., Finished]:
+    """Runs a command of the wheel in the test's folder."""
+
+    def run(*words: str, ranks: int = 1) -> Finished:
+        launcher = ["horovodrun", "--gloo", "-np", str(ranks)] if ranks > 1 else []
+        command = [*launcher, python, "-m", "horovod_train.main", *words]
+        finished = run_process(command, cwd=tmp_path, environment=environment_of_a_user())
+        assert finished.returncode == 0, finished.text
+        return finished
+
+    return run
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "texts" else [pytest.mark.long]) for kind in KINDS]
 )
-def test_from_data_to_a_model_in_use(kind: str, tmp_path: Path) -> None:
+def test_from_data_to_a_model_in_use(kind: str, call: Callable[..., Finished], tmp_path: Path) -> None:
     make, words, found = KINDS[kind]
     make(tmp_path)
-    said = call(tmp_path, "init", *words).stdout
+    if kind == "records":
+        call("prepare", "mlp-samples", "--records", "400", "--eval-records", "80", "--out", "samples")
+    said = call("init", *words).stdout
     assert found in said
     assert "horovodrun -np 2 python -m horovod_train.main --config config.yaml" in said
-    call(tmp_path, "plan", "--config", "config.yaml")
-    call(tmp_path, "--config", "config.yaml", "train.epochs=4", ranks=2)
+    call("plan", "--config", "config.yaml")
+    call("--config", "config.yaml", "train.epochs=4", ranks=2)
     run = tmp_path / "runs" / "config"
     assert summary_of(run)["epochs"] == 4
-    call(tmp_path, "evaluate", str(run), "--out", "figures.json")
+    call("evaluate", str(run), "--out", "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     if "accuracy" in figures:
         assert figures["accuracy"] > 0.4  # of three classes; four short epochs
-    call(tmp_path, "predict", str(run), "--out", "new.csv", ranks=2)
+    call("predict", str(run), "--out", "new.csv", ranks=2)
     with (tmp_path / "new.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == figures["records"]
@@ -106,12 +132,12 @@ def test_from_data_to_a_model_in_use(kind: str, tmp_path: Path) -> None:
     assert summary_of(run).get("class_names") == names
     if kind == "images":
         assert all(Path(tmp_path / row["file"]).is_file() for row in rows)
-        call(tmp_path, "predict", str(run), "--data", "photos/cross/*.jpg", "--out", "cross.csv", ranks=2)
+        call("predict", str(run), "--data", "photos/cross/*.jpg", "--out", "cross.csv", ranks=2)
         with (tmp_path / "cross.csv").open(newline="") as file:
             assert len({row["file"] for row in csv.DictReader(file)}) == 24
-    call(tmp_path, "predict", str(run), "--out", "new.csv")  # a table of ours may be replaced
-    call(tmp_path, "export", str(run), "--out", "model.keras")
-    call(tmp_path, "export", str(run), "--out", "served")
+    call("predict", str(run), "--out", "new.csv")  # a table of ours may be replaced
+    call("export", str(run), "--out", "model.keras")
+    call("export", str(run), "--out", "served")
     assert _outputs_alone(tmp_path) == "equal"
     if names:
         assert json.loads(zipfile.ZipFile(tmp_path / "model.keras").read("class_names.json")) == names
@@ -122,6 +148,7 @@ def _outputs_alone(folder: Path) -> str:
     """Load both exports with TensorFlow alone, and compare their outputs for a made-up record."""
     script = """
 import sys
+import sysconfig
 sys.modules["horovod"] = sys.modules["horovod_train"] = None
 import keras, numpy as np, tensorflow as tf
 model, served = keras.saving.load_model("model.keras", compile=False), tf.saved_model.load("served")
@@ -131,8 +158,7 @@ def value(spec):
 record = keras.tree.map_structure(value, model.input)
 print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) else "they differ")
 """
-    environment = {name: value for name, value in rank_environment().items() if name != "PYTHONPATH"}
-    finished = run_process([sys.executable, "-c", script], cwd=folder, environment=environment)
+    finished = run_process([sys.executable, "-c", script], cwd=folder, environment=environment_of_a_user())
     assert finished.returncode == 0, finished.text
     return finished.stdout.strip()
 
@@ -143,6 +169,7 @@ print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) els
         (["images", "nowhere"], "nowhere"),
         (["images", "flat"], "flat"),
         (["table", "flats.csv", "--target", "prize"], "--target prize: flats.csv has no such column"),
+        (["table", "nan.csv"], "nan.csv: record 1: area is nan; leave its line out."),
         (["text", "flats.csv"], "expected classes in column price"),
         (["tfrecords", "flat"], "expected *.tfrecord* files in it"),
         (["mine", "--out", "configs/a.yaml"], "in this folder"),
@@ -151,11 +178,12 @@ print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) els
 def test_what_it_cannot_use_is_one_line_and_leaves_nothing(words: list[str], line: str, tmp_path: Path) -> None:
     make_numbers(tmp_path)
     (tmp_path / "flat").mkdir()
+    (tmp_path / "nan.csv").write_text("area,price\n1.5,2\nnan,3\n" + "2.5,4\n" * 10)
     finished = run_process([*MAIN, "init", *words], cwd=tmp_path)
     assert finished.returncode == 2
     assert line in finished.stderr
     assert len(finished.stderr.splitlines()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv", "nan.csv"]
 
 
 def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
@@ -167,9 +195,9 @@ def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "model.py").read_text() == "mine = 1\n"
 
 
-def test_a_text_that_is_no_class_is_named(tmp_path: Path) -> None:
+def test_a_text_that_is_no_class_is_named(call: Callable[..., Finished], tmp_path: Path) -> None:
     make_species(tmp_path)
-    call(tmp_path, "init", "table", "penguins.csv")
+    call("init", "table", "penguins.csv")
     table = tmp_path / "penguins.csv"
     table.write_text(table.read_text().replace("gentoo", "emu", 1))
     finished = run_process([*MAIN, "check-data", "--config", "config.yaml"], cwd=tmp_path)

@@ -39,7 +39,7 @@ def data(tmp_path: Path) -> Path:
 def test_good_data_is_summed_up(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(check_data, data) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"{data}/eval: 12 records in 1 files, 0.0 MB; 0 faults, 0 duplicates" in lines
+    assert f"{data}/eval: 12 records in 1 file or folder, 0.0 MB; 0 faults, 0 duplicates" in lines
     assert f"{data}/train: 70 records in 3 files, 0.0 MB; 0 faults, 0 duplicates" in lines
     assert any(line.split() == ["label", "int64", "[]", "0", "9", "4.5"] for line in lines)
     assert "label: " + ", ".join(f"{label}: 7" for label in range(10)) in lines
@@ -119,7 +119,7 @@ def test_a_config_says_what_to_check(data: Path, tmp_path: Path, capsys: pytest.
     assert run(check_data, "--config", config, "--np", 2) == 0
     assert "global batch 20, 4 steps" in capsys.readouterr().out
     assert run(check_data, "--config", config, "data.global_batch_size=8") == 0
-    assert "12 records in 1 files" in capsys.readouterr().out
+    assert "12 records in 1 file or folder" in capsys.readouterr().out
 
 
 def test_what_to_check_must_be_said_once() -> None:

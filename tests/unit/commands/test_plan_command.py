@@ -113,6 +113,15 @@ def test_rates_are_those_of_the_schedule(config_file: Path, capsys: pytest.Captu
     assert {0, 4, 29} <= set(steps)  # the first, the end of warm-up, the last
 
 
+def test_a_constant_rate_is_one_line(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    constant = ["lr_schedule.base_lr=0.25", "lr_schedule.warmup_epochs=0", "lr_schedule.decay=constant"]
+    assert plan.run(parser.parse_args(["--config", str(config_file), "--fast", *constant])) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    assert line.split(maxsplit=2)[2] == "0.25, constant"
+
+
 def test_time_against_walltime(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """6 epochs of 70 records and 6 evaluations of 12, at 10 records/s."""
     time = facts_of(config_file, capsys, "--fast", "--examples-per-s", "10", "--time", "00:00:30")["time"]

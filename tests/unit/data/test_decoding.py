@@ -283,6 +283,25 @@ def test_a_png_among_jpegs_is_cut_as_they_are(tmp_path: Path) -> None:
         assert np.array_equal(image, of_mixed[number]), number
 
 
+@pytest.mark.parametrize(("kind", "options"), [("WEBP", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("GIF", {})])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_other_formats_are_decoded_as_pillow_does(kind: str, options: dict[str, Any], mode: str) -> None:
+    wanted, file = feature((HEIGHT, WIDTH), resize="none"), file_of(picture(mode=mode), kind, **options)
+    expected = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
+    decode = tf.function(lambda: decode_image(wanted, tf.constant(file), tf.zeros(0), ImageChanges()))
+    assert np.array_equal(decode(), expected)
+    box = (9, 30, 60, 66)
+    assert np.array_equal(decoder(feature((60, 66)))(file, box), cut(expected, box))
+
+
+def test_a_gif_is_its_first_picture() -> None:
+    pictures = [picture(seed=seed) for seed in range(3)]
+    file = file_of(pictures[0], "GIF", save_all=True, append_images=pictures[1:])
+    wanted = feature((HEIGHT, WIDTH), resize="none")
+    made = tf.function(lambda: decode_image(wanted, tf.constant(file), tf.zeros(0), ImageChanges()))()
+    assert np.array_equal(made, np.asarray(Image.open(io.BytesIO(file)).convert("RGB")))
+
+
 def bad_file(name: str) -> bytes:
     good = file_of(picture())
     return {
@@ -300,7 +319,7 @@ def test_a_bad_image_is_named_or_skipped(tmp_path: Path, name: str, augment: tup
     files = [file_of(picture(seed=number)) for number in range(12)]
     files[7] = bad_file(name)
     made = pipeline(images_of(tmp_path, files, augment=augment))
-    said = r"a\.tfrecord: record 7 at byte \d+: feature image: expected a JPEG or PNG image; .* Read by rank 0 of 1"
+    said = r"a\.tfrecord: record 7 at byte \d+: feature image: expected an image as JPEG, .* Read by rank 0 of 1"
     with pytest.raises(UserError, match=said), made.explaining():
         batches(made)
     skipping = pipeline(images_of(tmp_path, files, augment=augment, on_bad_record="skip"))

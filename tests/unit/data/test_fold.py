@@ -17,7 +17,7 @@ from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Mixed
 from horovod_train.data.dataset import Split, open_records
 from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
-from horovod_train.data.subsets import parts_of_records
+from horovod_train.data.subsets import held_out_records, parts_of_records
 from horovod_train.errors import UserError
 
 RECORDS, FOLDS = 70, 4
@@ -71,6 +71,39 @@ def test_folds_are_those_of_any_seed_and_other_folds_are_other_data(stored: dict
     assert sorted(shown(first, "train", seed=1)) == sorted(shown(first, "train", seed=2))
     digests = [open_records(data, split).digest for data in (first, second) for split in ("train", "eval")]
     assert len({*digests, open_records(DataConfig(**stored), "train").digest}) == 5
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.2, 14), (0.5, 35), (0.9, 63), (0.001, 1)])
+def test_a_fraction_is_evaluated_and_the_rest_trained_on(
+    stored: dict[str, Any], fraction: float, held_out: int
+) -> None:
+    data = DataConfig(**stored, eval_fraction=fraction)
+    evaluated, used = shown(data, "eval", 2), shown(data, "train", 3, seed=2)
+    assert len(evaluated) == held_out
+    assert sorted(evaluated + used) == list(range(RECORDS))
+    digests = {open_records(DataConfig(**stored, **part), split).digest for split in ("train", "eval")
+               for part in ({}, {"fold": "1/5"}, {"eval_fraction": fraction})}  # fmt: skip
+    assert len(digests) == 5  # without parts, both splits are the same
+
+
+@settings(max_examples=200)
+@given(st.floats(0.01, 0.99), st.integers(2, 400))
+def test_a_fraction_is_spread_evenly(fraction: float, records: int) -> None:
+    held_out = held_out_records(records, fraction)
+    assert abs(held_out.sum() - records * fraction) <= 1
+    assert np.all(np.abs(np.cumsum(held_out) - np.arange(1, records + 1) * fraction) < 2)
+
+
+def test_a_fraction_of_one_record_is_refused(tmp_path: Path) -> None:
+    path = (str(write_npy(tmp_path, {"x": np.zeros((1, 2), np.float32)})),)
+    with pytest.raises(UserError, match=r"data\.eval_fraction: 0\.2 of 1 record leaves none to train\."):
+        open_records(DataConfig(train=path, eval=path, eval_fraction=0.2), "train")
+
+
+def test_a_fraction_alone_says_what_is_evaluated() -> None:
+    words = ["data.train=[a, b]", "data.global_batch_size=8", "train.epochs=1", "data.eval_fraction=0.2"]
+    config, _ = load([], words)
+    assert config.data.eval == config.data.train == ("a", "b")
 
 
 def test_numbers_of_records_have_no_gaps_at_any_number_of_ranks(stored: dict[str, Any]) -> None:
@@ -127,6 +160,10 @@ def test_parts_are_drawn() -> None:
         (["data.fold=0/5"], "data.fold: expected k/K"),
         (["data.fold=6/5"], "data.fold: expected k/K"),
         (["data.fold=1/1"], "data.fold: expected k/K"),
+        (["data.eval_fraction=0"], "data.eval_fraction: must be above 0 and below 1; received 0."),
+        (["data.eval_fraction=1"], "data.eval_fraction: must be above 0 and below 1; received 1."),
+        (["data.eval_fraction=0.2", "data.fold=1/5"], "data.eval_fraction: give either this or data.fold, not both."),
+        (["data.eval_fraction=0.2", "data.eval=other"], "data.eval_fraction: parts the records of data.train, so"),
         (
             ["data.fold=1/5", "data.eval=other"],
             "data.fold: parts the records of data.train, so data.eval must name the same",

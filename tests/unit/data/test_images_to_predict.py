@@ -15,7 +15,7 @@ from horovod_train.errors import UserError
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     image = pytest.importorskip("PIL.Image")
-    for name in ("b.jpg", "a.png", "notes.txt", "deep/er/c.jpeg", ".hidden/d.jpg"):
+    for name in ("b.jpg", "a.png", "notes.txt", "deep/er/c.jpeg", ".hidden/d.jpg", "e.webp", "f.bmp", "g.gif"):
         path = tmp_path / "new" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".txt":
@@ -33,11 +33,22 @@ def opened(paths: Sequence[object], feature: str = "image", *, needs_labels: boo
 
 def test_a_folder_a_glob_and_files_name_their_images(folder: Path) -> None:
     of_folder = opened([folder])
-    assert of_folder.files() == [str(folder / name) for name in ("a.png", "b.jpg", "deep/er/c.jpeg")]
+    assert of_folder.files() == [
+        str(folder / name) for name in ("a.png", "b.jpg", "deep/er/c.jpeg", "e.webp", "f.bmp", "g.gif")
+    ]
     assert "notes.txt" in of_folder.notes[0]
     assert opened([folder / "*.jpg"]).files() == [str(folder / "b.jpg")]
     assert opened([folder / "b.jpg", folder / "a.png"]).files() == [str(folder / "b.jpg"), str(folder / "a.png")]
-    assert sorted(path.name for path in folder.iterdir()) == [".hidden", "a.png", "b.jpg", "deep", "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".hidden",
+        "a.png",
+        "b.jpg",
+        "deep",
+        "e.webp",
+        "f.bmp",
+        "g.gif",
+        "notes.txt",
+    ]
 
 
 def test_the_feature_is_the_one_that_the_config_decodes(folder: Path) -> None:

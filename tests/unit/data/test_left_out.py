@@ -36,14 +36,14 @@ def notes(path: Path, **values: Any) -> list[str]:
 def test_images_of_other_kinds_are_counted_and_some_are_named(photos: Path) -> None:
     assert notes(photos, features=IMAGE) == []
     for number in range(4):
-        (photos / "dog" / f"{number}.webp").write_bytes(b"RIFF")
+        (photos / "dog" / f"{number}.tif").write_bytes(b"II*")
     (photos / "cat" / ".DS_Store").touch()
     (photos / "loose.png").touch()
     (photos / "cat" / "more").mkdir()
     (note,) = notes(photos, features=IMAGE)
     assert note == (
-        f"{photos}: 6 files are left out: loose.png, cat/more, dog/0.webp and 3 more. Read are only *.jpg, *.jpeg, "
-        "*.png in its folders."
+        f"{photos}: 6 files are left out: loose.png, cat/more, dog/0.tif and 3 more. Read are only *.jpg, *.jpeg, "
+        "*.png, *.webp, *.bmp, *.gif in its folders."
     )
     report = check_split(config(photos, features=IMAGE), "train")
     assert (report.notes, report.bad, report.records) == ([note], [], 6)
@@ -51,8 +51,8 @@ def test_images_of_other_kinds_are_counted_and_some_are_named(photos: Path) -> N
 
 def test_a_folder_of_images_that_are_not_read_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
-    (tmp_path / "cat" / "0.webp").touch()
-    with pytest.raises(UserError, match=r"expected a folder for each class, with \*\.jpg, .* files; found cat/0\.webp"):
+    (tmp_path / "cat" / "0.tif").touch()
+    with pytest.raises(UserError, match=r"expected a folder for each class, with \*\.jpg, .* files; found cat/0\.tif"):
         open_records(config(tmp_path), "train")
 
 

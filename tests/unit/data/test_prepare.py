@@ -193,7 +193,7 @@ def test_tables_become_records(tmp_path: Path) -> None:
 def test_image_folders_become_records(tmp_path: Path) -> None:
     for label, name in enumerate(("cat", "dog")):
         for number in range(6):
-            path = tmp_path / "images" / name / f"{number}.{'png' if number % 2 else 'jpg'}"
+            path = tmp_path / "images" / name / f"{number}.{('jpg', 'jpeg', 'png', 'webp', 'bmp', 'gif')[number]}"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (30 + number, 20), (label * 200,) * 3).save(path)
     run("images", "--images", tmp_path / "images", "--size", 16, "--eval-fraction", 0.25, "--out", tmp_path / "out")
@@ -290,9 +290,29 @@ prepare.run(parser.parse_args(["mlp-samples", "--records", "3000000", "--out", {
 def test_a_failed_prepare_leaves_nothing_at_all(tmp_path: Path) -> None:
     (tmp_path / "images/cat").mkdir(parents=True)
     (tmp_path / "images/cat/1.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"cat/1.png: is neither JPEG nor PNG"):
+    with pytest.raises(UserError, match=r"cat/1.png: is no JPEG, PNG, WebP, BMP or GIF"):
         run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
     assert os.listdir(tmp_path) == ["images"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "words", "said"),
+    [
+        ("a.bmp", "P", [], "TensorFlow does not decode a BMP with a palette"),
+        ("a.webp", "RGB", [], "TensorFlow does not decode a WEBP with an animation"),
+        ("a.gif", "L", ["--channels", 1], "TensorFlow decodes GIF in colours only"),
+        ("a.png", "RGB", [], "is no JPEG, PNG, WebP, BMP or GIF"),
+    ],
+)
+def test_an_image_that_tensorflow_cannot_decode_is_not_stored(
+    name: str, mode: str, words: list[object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "images/cat").mkdir(parents=True)
+    image, other = (Image.new("RGB", (8, 8), colour).convert(mode) for colour in ("red", "blue"))
+    more = {"save_all": True, "append_images": [other]} if name.endswith("webp") else {}
+    image.save(tmp_path / "images/cat" / name, "TIFF" if name.endswith("png") else None, **more)
+    with pytest.raises(UserError, match=f"cat/{name}: {said}"):
+        run("images", "--images", tmp_path / "images", *words, "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("can_lock", [True, False])

@@ -156,6 +156,15 @@ def test_classes_of_hugging_face_are_known_and_several_splits_refused(tmp_path: 
         open_records(config(tmp_path / "all", targets=("kind",)), "train")
 
 
+@pytest.mark.parametrize("form", ["npy", "npz", "packed npz"])
+def test_arrays_in_fortran_order_are_read(form: str, tmp_path: Path) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    path = WRITERS[form](tmp_path, {"x": np.asfortranarray(x), "y": np.arange(8)})
+    (batch,) = read(pipeline(config(path, targets=("y",), shuffle=False)))
+    assert np.array_equal(batch.inputs, x)
+    assert np.array_equal(batch.targets, np.arange(8))
+
+
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
@@ -222,14 +231,16 @@ def test_two_tables_may_name_the_same_image(images: Path) -> None:
 def test_a_file_that_is_no_image_is_named(images: Path) -> None:
     (images / "class0" / "03.png").write_bytes(b"text")
     data = config(images, features=IMAGE, targets=("label",))
-    with pytest.raises(UserError, match=r"^\S+/images/class0/03\.png: feature image: expected a JPEG or PNG image"):
+    with pytest.raises(UserError, match=r"^\S+/images/class0/03\.png: feature image: expected an image as JPEG, PNG"):
         read(pipeline(data))
     assert len(shown(pipeline(dataclasses.replace(data, on_bad_record="skip")))) == 22
     (fault,) = check_split(data, "train").bad
-    assert fault.startswith(f"{images}/class0/03.png: feature image: expected a JPEG or PNG image")
+    assert fault.startswith(f"{images}/class0/03.png: feature image: expected an image as JPEG, PNG")
     (images / "table.csv").write_text("image,y\nclass1/01.png,1\nclass0/03.png,2\n")
     (fault,) = check_split(config(images / "table.csv", features=IMAGE, targets=("y",)), "train").bad
-    assert fault.startswith(f"{images}/table.csv: record 1 ({images}/class0/03.png): feature image: expected a JPEG")
+    assert fault.startswith(
+        f"{images}/table.csv: record 1 ({images}/class0/03.png): feature image: expected an image as JPEG"
+    )
 
 
 # --- records that cannot be used --------------------------------------------------------------------------------------

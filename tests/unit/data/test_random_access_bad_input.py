@@ -116,11 +116,6 @@ def as_file(name: str, content: bytes) -> Callable[[Path], Path]:
     return write
 
 
-def fortran(folder: Path) -> Path:
-    np.save(folder / "x.npy", np.asfortranarray(np.zeros((5, 2))))
-    return folder
-
-
 def cut(folder: Path) -> Path:
     file = write_npy(folder, FIVE) / "x.npy"
     file.write_bytes(file.read_bytes()[:-30])
@@ -171,7 +166,6 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
         "from 0 to 2; the record holds 3",
     ),
     "pickled": (in_folder(x=np.array([{}], object)), {}, "x is object[1]; expected rows of numbers or text"),
-    "Fortran order": (fortran, {}, "x.npy is in Fortran order; save np.ascontiguousarray of it."),
     "cut short": (cut, {}, "x.npy: is not complete: 168 bytes expected, 138 there."),
     "rows that are not there": (declared((3, 2**62, 4)), {}, "x.npy: is not complete: "),
     "rows of nothing": (declared((2**45, 0)), {}, f"x declares {2**45} rows; expected values that are there"),

@@ -30,13 +30,50 @@ def test_true_and_false_are_1_and_0(tmp_path: Path) -> None:
     assert columns["c"].tolist() == ["true", "maybe"]
 
 
+TABLES = {
+    "commas": "a,b,c\n1,2.5,x y\n-3,1e3,z\n",
+    "semicolons": "a;b;c\n1;2.5;x y\n-3;1e3;z\n",
+    "tabs": "a\tb\tc\n1\t2.5\tx y\n-3\t1e3\tz\n",
+    "bars": "a|b|c\n1|2.5|x y\n-3|1e3|z\n",
+    "decimal commas": "a;b;c\n1;2,5;x y\n-3;1000,0;z\n",
+    "blanks": " a, b ,c \n 1 ,2.5, x y\n-3 , 1e3,  z \n",
+    "quoted after blanks": 'a, "b", c\n1, "2.5", "x y"\n-3, 1e3, z\n',
+    "a byte order mark": "\ufeffa,b,c\n1,2.5,x y\n-3,1e3,z\n",
+    "Windows": "a;b;c\r\n1;2,5;x y\r\n\r\n-3;1000;z\r\n",
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_a_table_is_read_as_other_programs_write_it(form: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(TABLES[form].encode())
+    columns = load_table(str(tmp_path / "t.csv"))
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "a": [1, -3],
+        "b": [2.5, 1000],
+        "c": ["x y", "z"],
+    }
+    assert (columns["a"].dtype.name, columns["b"].dtype.name) == ("int64", "float32")
+
+
+def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path: Path) -> None:
+    columns = load_table(table(tmp_path, "review,mood", '"good; very; good",1', "a;b,2"))
+    assert columns["review"].tolist() == ["good; very; good", "a;b"]
+    columns = load_table(table(tmp_path, "review;mood", "good, very good;1", "3,5;2"))
+    assert columns["review"].tolist() == ["good, very good", "3,5"]
+    assert load_table(table(tmp_path, "text", "a", "b;c"))["text"].tolist() == ["a", "b;c"]
+    with pytest.raises(UserError, match=r"t\.csv:3: b is empty; fill it"):
+        load_table(table(tmp_path, "a;b", "1;2", "3; "))
+
+
 @pytest.mark.parametrize("cell", ["NA", "n/a", "null", "-", " None "])
 def test_a_cell_without_a_number_among_numbers_is_named(cell: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"t\.csv:4: b holds numbers, and here '{cell}'; write a number or leave the"):
+    with pytest.raises(
+        UserError, match=rf"t\.csv:4: b holds numbers, and here '{cell.strip()}'; write a number or leave the"
+    ):
         load_table(table(tmp_path, "a,b", "1,2", "3,4.5", f"5,{cell}", "6,7"))
     words = load_table(table(tmp_path, "a,b", "1,north", f"5,{cell}"))
-    assert words["b"].tolist() == ["north", cell]
-    assert load_table(table(tmp_path, "a", cell))["a"].tolist() == [cell]
+    assert words["b"].tolist() == ["north", cell.strip()]
+    assert load_table(table(tmp_path, "a", cell))["a"].tolist() == [cell.strip()]
 
 
 @pytest.mark.parametrize("form", WRITERS)

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -108,20 +107,6 @@ def test_without_horovod_one_line_says_how_to_install_it() -> None:
     assert (finished.returncode, finished.stdout) == (2, "")
     assert finished.stderr.startswith("error: Horovod is not installed. Run: horovod-train build-horovod")
     assert finished.stderr.count("\n") == 1
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # setuptools builds in place, and packs what an earlier build has left there
-    shutil.copytree(PROJECT / "horovod_train", source / "horovod_train", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(PROJECT / name, source)
-    words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    built = run_process([sys.executable, "-m", "pip", *words])
-    assert built.returncode == 0, built.text
-    (made,) = folder.glob("*.whl")
-    return made
 
 
 @pytest.mark.long
