@@ -9,6 +9,7 @@ SOCKET: the file descriptor of a listening socket. Ends with its standard input,
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -107,6 +108,7 @@ if __name__ == "__main__":
     importlib.import_module("horovod.tensorflow.keras")
     importlib.import_module("horovod_train.training.run")
     importlib.import_module("horovod_train.inference.run")
+    gc.freeze()  # forks need not look through all that has been imported
     asked = socket.socket(fileno=int(sys.argv[1]))
     serve(asked)
     shutil.rmtree(os.path.dirname(asked.getsockname()))

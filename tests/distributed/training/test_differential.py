@@ -20,19 +20,15 @@ UNEVEN = ["plain", "activity_regularizer", "own train_step", "layer with a scale
 """Cases in which ranks have different numbers of records in a step."""
 
 ON_THREE_RANKS = [
-    *("plain", "reduction sum, weights", "mask, mean_with_sample_weight, weights", "two outputs, weights", "add_loss"),
-    *("one loss for two outputs", "activity_regularizer, weights", "own compute_loss", "own train_step, weights"),
-    *("own compute_metrics", "metric that returns a dict", "class weights", "optimizer with its own apply"),
-    *("optimizer that holds another", "BatchNormalization, synchronised", "layer with a scale", "layer with a counter"),
-    *("mixed_float16", "accumulated, own train_step", "GAN", "VQ-VAE", "metrics of states that are no sums"),
-    *("Embedding, Adam", "contrastive, gathered", "XLA, mask"),
+    *("plain", "mask, mean_with_sample_weight, weights", "two outputs, weights", "one loss for two outputs"),
+    *("activity_regularizer, weights", "own train_step, weights", "class weights", "optimizer that holds another"),
+    *("BatchNormalization, synchronised", "layer with a counter", "accumulated, own train_step", "GAN", "VQ-VAE"),
+    *("metrics of states that are no sums", "contrastive, gathered", "XLA, mask"),
 ]
 """One of each kind."""
 ON_ONE_RANK = [
-    *("mask, sum, weights", "Masking", "two outputs, list", "two losses, metrics by output", "regularizer, sum"),
-    *("constraint", "function as metric", "short names", "Dice", "schedule", "gradient_accumulation_steps"),
-    *("LossScaleOptimizer", "optimizer MultiOptimizer", "Normalization", "mixed_bfloat16", "siamese", "IntegerLookup"),
-    *("frozen and shared layers", "metrics of classes, one-hot", "own train_step that draws"),
+    *("mask, sum, weights", "two losses, metrics by output", "constraint", "function as metric", "short names", "Dice"),
+    *("schedule", "optimizer MultiOptimizer", "IntegerLookup", "own train_step that draws"),
 ]
 """Those that ranks have no part in, or that are of a kind that three ranks have."""
 
