@@ -182,8 +182,10 @@ def _line_in_text(text: str) -> str:
             is_inside = False
         if not (frame := _FRAME.search(line)):
             continue
-        file = Path(frame[1])
-        file = file if file.is_file() else Path("/", file)  # XLA leaves the first slash out
+        named = Path(frame[1])
+        # XLA leaves out the folders that all files of a traceback are in, ours among them.
+        places = (named, *(folder / named for folder in _PACKAGE.parents))
+        file = next((place for place in places if place.is_file()), named)
         if not _is_library(file):
             found = f" (at {file}:{frame[2]})" if is_inside else found
         is_inside |= file.is_relative_to(_PACKAGE) or not _LIBRARIES.isdisjoint(file.parts)

@@ -1,0 +1,22 @@
+"""Which line of the user's code an error is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT
+
+from horovod_train.config.registry import raised_at
+
+
+@pytest.mark.parametrize("left_out", ["", "/", f"{PROJECT.parent}/", f"{PROJECT}/"])
+def test_a_line_in_a_traceback_in_a_text_is_found_whatever_folders_its_files_leave_out(
+    left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA leaves out those that all files of a traceback have in common."""
+    monkeypatch.chdir(tmp_path)
+    users = f"{PROJECT}/tests/user_faults.py"
+    frames = {f"{PROJECT}/horovod_train/main.py": 7, users: 40}
+    lines = [f'File "{file.removeprefix(left_out)}", line {number}, in call' for file, number in frames.items()]
+    assert raised_at(ValueError("\n".join(["unsupported operations", *lines]))) == f" (at {users}:40)"
