@@ -15,13 +15,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANGS_AFTER_S, PROJECT, Finished, RankFacts, metrics_of, rank_environment, summary_of, train
+from conftest import HANGS_AFTER_S, PROJECT, Finished, metrics_of, rank_environment, summary_of, train
 
 from horovod_train.config.loader import as_dict, load
 
@@ -29,32 +28,6 @@ CLIENTS = PROJECT / "build" / "trackers" / "clients"
 """Where the packages of the extras mlflow and wandb are."""
 SERVER = PROJECT / "build" / "trackers" / "server" / "bin" / "mlflow"
 SMALL = ["model=user_models:small", "log.every_steps=2", "log.tensorboard=false", "train.max_steps=16"]
-
-
-def test_a_run_of_two_ranks_that_is_resumed_is_one_run_in_a_tracker(rank_facts: RankFacts) -> None:
-    root, _ = rank_facts("hooked", "mpirun", 2)
-    calls = root["tracked"]["calls"]
-    assert [(call["run_id"], call["step"]) for call in calls if call["call"] == "start"] == [
-        *((None, 0), ("the first", 6))
-    ]
-    assert [call["step"] for call in calls if call["call"] == "log"] == [4, 6, 8, 12]
-    ends = [(call["ended"], call["files"]) for call in calls if call["call"] == "finish"]
-    assert ends == [("stopped", ["config.yaml", "summary.json"]), ("done", ["config.yaml", "summary.json"])]
-    assert root["tracked"]["csv"] == ["step", "4", "6", "8", "12"]
-    assert root["resumed"]["weights_sha256"] == root["without"]["weights_sha256"]
-
-
-def test_a_timeline_tells_what_horovod_did_and_when_each_rank_was_ready(rank_facts: RankFacts) -> None:
-    """In Chrome's trace format, in which each tensor is a process with a name."""
-    root, _ = rank_facts("hooked", "mpirun", 2)
-    assert not root["tracked"]["untracked"]
-    (events,) = root["tracked"]["timelines"]
-    names = [event["args"].get("name", "") for event in events if event.get("name") == "process_name"]
-    assert any("gradient" in name for name in names), names
-    counts = Counter(event["name"] for event in events if event["ph"] == "B")
-    assert counts["NEGOTIATE_ALLGATHER"] > 6  # as ranks add up numbers under `deterministic`
-    assert counts["ALLGATHER"] > 6
-    assert {event["name"] for event in events if event["ph"] == "X"} == {"0", "1"}
 
 
 def test_a_tracker_that_is_not_there_is_one_line_before_training(digits: Path, tmp_path: Path) -> None:

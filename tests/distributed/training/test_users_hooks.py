@@ -1,7 +1,8 @@
-"""Hooks of the user's own, and Keras callbacks, on two ranks."""
+"""Hooks of the user's own, Keras callbacks, a tracker and a timeline, on two ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,3 +208,29 @@ def test_writers_of_a_run_without_the_lease_are_not_made(digits: Path, tmp_path:
     assert finished.returncode == 2, finished.text
     assert "is in use by another run" in finished.stderr
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_of_two_ranks_that_is_resumed_is_one_run_in_a_tracker(rank_facts: RankFacts) -> None:
+    root, _ = rank_facts("hooked", *WAY)
+    calls = root["tracked"]["calls"]
+    assert [(call["run_id"], call["step"]) for call in calls if call["call"] == "start"] == [
+        *((None, 0), ("the first", 6))
+    ]
+    assert [call["step"] for call in calls if call["call"] == "log"] == [4, 6, 8, 12]
+    ends = [(call["ended"], call["files"]) for call in calls if call["call"] == "finish"]
+    assert ends == [("stopped", ["config.yaml", "summary.json"]), ("done", ["config.yaml", "summary.json"])]
+    assert root["tracked"]["csv"] == ["step", "4", "6", "8", "12"]
+    assert root["resumed"]["weights_sha256"] == root["without"]["weights_sha256"]
+
+
+def test_a_timeline_tells_what_horovod_did_and_when_each_rank_was_ready(rank_facts: RankFacts) -> None:
+    """In Chrome's trace format, in which each tensor is a process with a name."""
+    root, _ = rank_facts("hooked", *WAY)
+    assert not root["tracked"]["untracked"]
+    (events,) = root["tracked"]["timelines"]
+    names = [event["args"].get("name", "") for event in events if event.get("name") == "process_name"]
+    assert any("gradient" in name for name in names), names
+    counts = Counter(event["name"] for event in events if event["ph"] == "B")
+    assert counts["NEGOTIATE_ALLGATHER"] > 6  # as ranks add up numbers under `deterministic`
+    assert counts["ALLGATHER"] > 6
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"0", "1"}
