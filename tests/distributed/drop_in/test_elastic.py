@@ -64,6 +64,7 @@ def test_a_loop_uses_each_record_once_an_epoch_whoever_is_lost(tmp_path: Path, l
         assert fact["iterations"] == len(fact["sizes"])
 
 
+@pytest.mark.long
 def test_fit_takes_each_step_of_an_epoch_once(tmp_path: Path) -> None:
     with job_of(tmp_path, "fit") as job:
         facts = lose_and_regain(job, 1)

@@ -205,12 +205,12 @@ BEFORE: list[tuple[str, Damage, str]] = [
     (
         "no image",
         images(jpeg(24, 24), b"text"),
-        "0.tfrecord: record 1 at byte {second}: feature image: expected a JPEG or",
+        "0.tfrecord: record 1 at byte {second}: feature image: expected an image as JPEG",
     ),
     (
         "half an image",
         images(jpeg(24, 24), jpeg(24, 24)[:-200]),
-        "record 1 at byte {second}: feature image: expected a J",
+        "record 1 at byte {second}: feature image: expected an image",
     ),
     (
         "an image of another size",
