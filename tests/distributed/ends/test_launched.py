@@ -102,9 +102,8 @@ def start_command(start: str, config: Path, out: Path) -> list[str]:
     return [*launcher_command(start, 2), *program]
 
 
-@pytest.mark.parametrize(
-    "start", ["srun", *(pytest.param(start, marks=pytest.mark.long) for start in ("launch", "horovodrun"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("start", ["srun", "launch", "horovodrun"])
 def test_a_launcher_that_is_killed_leaves_a_saved_run(
     config: Path, undisturbed: str, tmp_path: Path, start: str
 ) -> None:

@@ -414,6 +414,7 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
     assert (summary_of(run)["steps"], finished.returncode) == (17, 0), finished.text
 
 
+@pytest.mark.long
 def test_a_rate_that_a_callback_sets_survives_resumes_and_a_new_one_in_the_config_wins(
     config: Path, tmp_path: Path
 ) -> None:

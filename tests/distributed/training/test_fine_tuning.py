@@ -154,6 +154,7 @@ def test_a_run_that_resumes_does_not_read_its_source_again(start: Start, here: P
     assert "not those of" in done(start(words, out="parts", command=("plan",)))
 
 
+@pytest.mark.long
 def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing(
     start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]
 ) -> None:

@@ -130,6 +130,7 @@ def products(stdout: str) -> set[tuple[str, str]]:
     return {(name(match), match["device"]) for match in line.finditer(stdout)}
 
 
+@pytest.mark.long
 def test_s3_runs_its_stages_on_different_devices_of_every_rank(cut_run: tuple[Finished, Path]) -> None:
     finished, _ = cut_run
     assert finished.returncode == 0, finished.text
@@ -146,6 +147,7 @@ def test_s3_runs_its_stages_on_different_devices_of_every_rank(cut_run: tuple[Fi
         }
 
 
+@pytest.mark.long
 def test_s3_uncut_runs_on_one_device(uncut_run: tuple[Finished, Path]) -> None:
     finished, _ = uncut_run
     assert finished.returncode == 0, finished.text
@@ -154,6 +156,7 @@ def test_s3_uncut_runs_on_one_device(uncut_run: tuple[Finished, Path]) -> None:
     assert {device for _, device in found} == {"CPU:0"}
 
 
+@pytest.mark.long
 def test_s3_on_two_ranks_trains_like_the_whole_model_on_one(
     cut_run: tuple[Finished, Path], uncut_run: tuple[Finished, Path]
 ) -> None:
@@ -163,6 +166,7 @@ def test_s3_on_two_ranks_trains_like_the_whole_model_on_one(
     assert cut[-1] < cut[0]
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_stages_goes_on_uncut_on_one_rank(
     cut_run: tuple[Finished, Path], mlp_samples: list[str], tmp_path: Path
 ) -> None:

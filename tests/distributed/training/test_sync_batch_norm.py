@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import RankFacts, metrics_of, run_process, train
 
-WAYS = [
-    pytest.param("none", 1, marks=pytest.mark.long),
-    ("srun", 2),
-    pytest.param("mpirun", 3, marks=pytest.mark.long),
-    pytest.param("mpirun", 4, marks=pytest.mark.long),
-]
+WAYS = [("none", 1), ("srun", 2), ("mpirun", 3), ("mpirun", 4)]
+
+pytestmark = pytest.mark.long  # test_differential.py holds one against fit
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -89,7 +86,6 @@ print(*model.predict(x, verbose=0).ravel())
     assert [float(word) for word in finished.stdout.split()] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.long
 def test_a_run_is_the_same_at_one_and_at_two_ranks(digits: Path, tmp_path: Path) -> None:
     """Through the command line, over an epoch whose last batch is partial; there plain BatchNorm is off by 1e-3.
 
