@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         to_stdout(shlex.join([*plan.shown, *program.first]))
         return 0
     to_stderr(f"launch: {plan.how}")
-    return _Supervisor(program, plan, plan.ranks, min_np, arguments.max_restarts).run()
+    return Supervisor(program, plan, plan.ranks, min_np, arguments.max_restarts).run()
 
 
 def _at_least_0(text: str) -> int:
@@ -299,7 +299,7 @@ def _signal_name(number: int) -> str:
 
 
 @dataclass
-class _Supervisor:
+class Supervisor:
     """Starts the ranks until they are done, or until that no longer helps."""
 
     program: Program
@@ -316,7 +316,7 @@ class _Supervisor:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        restarts, in_vain, newest = 0, 0, self._newest()
+        restarts, in_vain, waits, newest = 0, 0, 0, self._newest()
         while True:
             self._say_start(restarts, newest)
             verdict, seconds, lost = self._start(is_first=not restarts)
@@ -333,9 +333,10 @@ class _Supervisor:
                     where = "no checkpoint" if newest is None else f"no checkpoint after that of step {newest}"
                     return self._give_up(f"{after}; two starts in a row have left {where}", verdict.code)
                 self.ranks, in_vain = max(self.min_ranks, self.ranks - lost), 0
-            restarts += 1
+            restarts, waits = restarts + 1, 0 if lost else waits + 1
             # Hosts that do not answer may need minutes; ranks that fail without progress need some distance in time.
-            pause_s = min(MAX_PAUSE_S, 2.0 ** (restarts if not lost else in_vain - 1)) if in_vain or not lost else 0.0
+            in_a_row = in_vain if lost else waits
+            pause_s = min(MAX_PAUSE_S, 2.0 ** (in_a_row - 1)) if in_a_row else 0.0
             self._say(f"{after}" + (f"; next start in {pause_s:.0f} s" if pause_s else ""))
             self._pause(pause_s)
             if self._asked_by:

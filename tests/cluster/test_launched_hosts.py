@@ -362,7 +362,7 @@ def test_killed_at_random_moments_the_weights_are_those_of_an_undisturbed_run(
     cluster: VirtualCluster, digits: Path, tmp_path: Path, kills: Table
 ) -> None:
     """Ranks, the launch itself, which its service manager starts again, and the network of a host."""
-    steps = 400 * KILLS
+    steps = 405 * KILLS  # whole epochs, of 15 steps
     config = tmp_path / "campaign.yaml"
     config.write_text(CONFIG.format(data=digits, steps=steps))
     whole = tmp_path / "whole"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 from conftest import HANGS_AFTER_S, PROJECT, Finished, rank_environment, run_process
 
-from horovod_train.commands.launch import judge
+from horovod_train.commands.launch import NotEnough, Plan, Program, Supervisor, judge
+from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.distributed.launch.started_ranks import Ended, Kind
+from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks
 
 LAUNCH = [sys.executable, "-m", "horovod_train.main", "launch"]
 
@@ -213,3 +217,40 @@ def start(folder: Path, program: str) -> subprocess.Popen[bytes]:
         assert time.monotonic() < until
         time.sleep(0.01)
     return started
+
+
+class OneStart:
+    """A start whose ranks ended with these codes."""
+
+    kind = "rank"
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = {str(rank): code for rank, code in enumerate(codes)}
+
+    def wait(self) -> Ended:
+        return Ended(self.codes, next((rank for rank, code in self.codes.items() if code), ""), 1.0)
+
+    def send(self, number: int) -> None:
+        return None
+
+    def kill(self) -> None:
+        return None
+
+
+def test_each_wait_for_hosts_begins_with_a_short_pause(capfd: pytest.CaptureFixture[str]) -> None:
+    """However many starts there were before: the hosts are often there again within seconds."""
+    room: list[OneStart | None] = [*[OneStart(137, 0)] * 6, None, None, OneStart(137, 0), None, OneStart(0, 0)]
+
+    def start(*_: object) -> OneStart:
+        if (found := room.pop(0)) is None:
+            raise NotEnough("no room")
+        return found
+
+    plan = Plan(2, "", cast(Callable[..., StartedRanks], start))
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert Supervisor(Program(["x"], ["x"], None), plan, 2, 2, 100).run() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert re.findall(r"next start in (\d+) s", capfd.readouterr().err) == ["1", "2", "1"]
