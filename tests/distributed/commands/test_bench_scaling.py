@@ -17,7 +17,6 @@ from horovod_train.main import main
 CONFIG = str(PROJECT / "configs" / "digits_convnet.yaml")
 
 
-@pytest.mark.long
 def test_efficiency_is_against_as_many_runs_without_exchange() -> None:
     shares = {"input": 0.1, "compute": 0.6, "exchange": 0.3}
     alone = [Measured(100.0, shares, 2.0), Measured(110.0, shares, 3.0), Measured(90.0, shares, 9.0)]

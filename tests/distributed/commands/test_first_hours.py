@@ -148,7 +148,6 @@ def _outputs_alone(folder: Path) -> str:
     """Load both exports with TensorFlow alone, and compare their outputs for a made-up record."""
     script = """
 import sys
-import sysconfig
 sys.modules["horovod"] = sys.modules["horovod_train"] = None
 import keras, numpy as np, tensorflow as tf
 model, served = keras.saving.load_model("model.keras", compile=False), tf.saved_model.load("served")
