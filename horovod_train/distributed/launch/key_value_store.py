@@ -24,17 +24,27 @@ _REQUESTS_PER_S = 256
 """Of all ranks together, approximately."""
 
 
-def ask(address: str, port: int, method: str, key: str, body: bytes = b"here") -> bytes | None:
-    """Return the server's value for this key of NAME, or its answer to PUT; None if it has none or cannot be reached.
+def ask(
+    address: str,
+    port: int,
+    method: str,
+    key: str,
+    body: bytes = b"here",
+    *,
+    scope: str = NAME,
+    max_bytes: int = MAX_ANSWER_BYTES,
+) -> bytes | None:
+    """Return the server's value for this key, or its answer to PUT; None if it has none or cannot be reached.
 
     address: as in HOROVOD_GLOO_RENDEZVOUS_ADDR, so it may contain a prefix of every path; see rendezvous. Another
-    process that answers instead of the server costs at most ANSWER_WITHIN_S and MAX_ANSWER_BYTES.
+    process that answers instead of the server costs at most ANSWER_WITHIN_S and max_bytes.
     """
     server, slash, prefix = address.partition("/")
     payload = body if method == "PUT" else b""
-    header = f"{method} {slash}{prefix}/{NAME}/{key} HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
+    header = f"{method} {slash}{prefix}/{scope}/{key} HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
     try:
-        head, _, content = _exchange(server.partition(":")[0], port, header.encode() + payload).partition(b"\r\n\r\n")
+        answer = _exchange(server.partition(":")[0], port, header.encode() + payload, max_bytes)
+        head, _, content = answer.partition(b"\r\n\r\n")
     except OSError:
         return None
     length = re.search(rb"(?i)\r\ncontent-length: *(\d{1,9})\b", head)
@@ -42,12 +52,12 @@ def ask(address: str, port: int, method: str, key: str, body: bytes = b"here") -
     return content if is_whole and re.match(rb"HTTP/1\.[01] 200 ", head) else None
 
 
-def _exchange(host: str, port: int, request: bytes) -> bytes:
+def _exchange(host: str, port: int, request: bytes, max_bytes: int) -> bytes:
     """Return the answer: all bytes until the server closes the connection."""
     deadline, answer = time.monotonic() + ANSWER_WITHIN_S, b""
     with socket.create_connection((host, port), timeout=ANSWER_WITHIN_S) as connection:
         connection.sendall(request)
-        while len(answer) < MAX_ANSWER_BYTES:
+        while len(answer) < max_bytes:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             if not (received := connection.recv(1 << 16)):
                 return answer

@@ -25,7 +25,14 @@ from typing import NamedTuple
 from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.conventions import Meeting, is_loopback
 from horovod_train.distributed.launch.launcher import TOKEN, Step
-from horovod_train.distributed.launch.rendezvous_server import StepServer, key_of, prepare_token, proof_of_root, token
+from horovod_train.distributed.launch.rendezvous_server import (
+    Relay,
+    StepServer,
+    key_of,
+    prepare_token,
+    proof_of_root,
+    token,
+)
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.lease import boot_id
@@ -81,6 +88,7 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
     deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
     prepare_token(step)
     root = _address_of_root(step)
+    relay = None
     interface = _choose_interface(step, root)  # before this rank arrives: later failures leave the others waiting
     server = _open_server(step, root) if step.rank == 0 else None
     _has_arrived = True
@@ -92,6 +100,7 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
             address = _with_key(root if server.server_address[0] == _ALL else server.server_address[0], port, step)
             _wait_for_all(server, step, deadline)
         place = _place_of_task(step) if isinstance(step, Step) else _ask_place(step, address, port, deadline)
+        address, port, relay = _where_to_ask(step, place, address, port)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, place, address, port) | _log_level(step)
         with _environment(variables):
@@ -99,9 +108,10 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
         if _keeps_server():
             os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
     finally:
-        if server is not None and not _keeps_server():
-            server.shutdown()
-            server.server_close()
+        for opened in (server, relay):
+            if opened is not None and not _keeps_server():
+                opened.shutdown()
+                opened.server_close()
 
 
 def report_failure(step: Step | Meeting, exit_code: int) -> None:
@@ -158,13 +168,41 @@ def _open_server(step: Step | Meeting, address: str) -> StepServer:
     for port in _ports(step):
         with suppress(OSError):
             server = StepServer(address, port, step.name, step.size)
-            threading.Thread(
-                target=server.serve_forever, args=(key_value_store.POLL_S,), name="rendezvous", daemon=True
-            ).start()
+            _serve(server)
             return server
     raise RunError(
         f"none of {PORTS_TRIED} ports from {PORTS[0]} to {PORTS[-1]} is free at {address} on {socket.gethostname()}."
     )
+
+
+def _serve(server: StepServer) -> None:
+    """Let the server answer, in a thread of its own, until it is shut down."""
+    threading.Thread(
+        target=server.serve_forever, args=(key_value_store.POLL_S,), name="rendezvous", daemon=True
+    ).start()
+
+
+def _where_to_ask(step: Step | Meeting, place: Place, address: str, port: int) -> tuple[str, int, Relay | None]:
+    """Return the address, with the key, and the port at which a rank asks, and the relay that it runs for others.
+
+    The first rank of a host runs one if the host has more ranks and is not root's, which is the first of those with any
+    local rank. A host on which none can be opened asks root: address, port.
+    """
+    if place.local_size == 1 or place.cross_rank == 0:
+        return address, port, None
+    relay, key = None, f"relay.{place.host}.{boot_id()}"
+    if place.local_rank == 0:
+        with suppress(OSError):
+            relay = Relay(address, port, step.name, place.local_size)
+            _serve(relay)
+        relay_port = relay.server_address[1] if relay else 0
+        key_value_store.ask(address, port, "PUT", key, str(relay_port).encode())
+    else:
+        backoff = key_value_store.Backoff(place.local_size, time.monotonic() + key_value_store.VALUES_WITHIN_S)
+        while (answer := key_value_store.ask(address, port, "GET", key)) is None and backoff.pause():
+            pass
+        relay_port = int(answer or 0)
+    return (_with_key("127.0.0.1", relay_port, step), relay_port, relay) if relay_port else (address, port, relay)
 
 
 def _with_key(address: str, port: int, step: Step | Meeting) -> str:

@@ -3,6 +3,9 @@
 The key is the first part of every path, before Horovod's scope and key. The key and root's proof follow from a token
 that all ranks have, in their environment or in a private file: root proves that it knows the token before a rank sends
 it the key. Does not know when ranks may start; see rendezvous.
+
+gloo's start asks for n² values of 140 n bytes. Therefore the ranks of a host ask a relay on it, which asks root for
+each value once.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ MAX_VALUE_BYTES = 4 << 20
 """The limit of one value. gloo's values are about 140 bytes for each rank."""
 REQUEST_WITHIN_S = 5.0
 SPARE_PENDING = 32
-_FORBIDDEN = 403
+MISSED_FOR_S = 0.05
+"""How long a relay takes a value for missing without asking root again: each rank asks 100 times a second."""
+_OK, _FORBIDDEN = 200, 403
 
 _private_token = ""
 """What ranks on one host have taken from a file of their user's, because nothing else gave them a token."""
@@ -102,16 +107,53 @@ def own_token(folder: Path) -> str:
         raise UserError(f"{path}: {error.strerror}. Set {TOKEN} for all ranks instead.") from error
 
 
+class _Handler(RendezvousHandler):
+    """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
+
+    server: StepServer
+    path: str
+    wbufsize = 1 << 18
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if proof_request := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
+            self._send_proof(proof_request[1])
+            return False
+        # Horovod's client appends :PORT to the address.
+        match = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
+        if match is None or not hmac.compare_digest(match[1], self.server.key):
+            self.send_status_code(_FORBIDDEN)
+            return False
+        self.server.admit(self.connection)
+        self.path = match[2]
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
+            self.send_status_code(BAD_REQUEST)
+            return False
+        return True
+
+    def _send_proof(self, nonce: str) -> None:
+        port = self.server.server_address[1]
+        proof = proof_of_root(self.server.step, port, nonce).encode()
+        self.send_response(_OK)
+        self.send_header("Content-Length", str(len(proof)))
+        self.end_headers()
+        self.wfile.write(proof)
+
+
 class StepServer(RendezvousHTTPServer):
     """Closes a connection that sends no request in time, and the oldest when too many wait. 1024 more may queue."""
+
+    handler: type[RendezvousHandler] = _Handler
 
     request_queue_size = 1024
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, host: str, port: int, step: str, size: int) -> None:
-        super().__init__((host, port), _Handler, 0)
-        self.step, self.key = step, key_of(step, port)
+        super().__init__((host, port), self.handler, 0)
+        self.step, self.key = step, key_of(step, self.server_address[1])
         self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
         self._max_pending = size + SPARE_PENDING
         self._pending: dict[socket.socket, float] = {}
@@ -161,36 +203,58 @@ def _shut_down(pending: dict[socket.socket, float], request: socket.socket) -> N
         return
 
 
-class _Handler(RendezvousHandler):
-    """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
+class _RelayHandler(_Handler):
+    server: Relay
 
-    server: StepServer
-    path: str
-    wbufsize = 1 << 18
+    def _get_value(self, scope: str, key: str) -> bytes | None:
+        return self.server.value(scope, key)
 
-    def parse_request(self) -> bool:
-        if not super().parse_request():
-            return False
-        if proof_request := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
-            self._send_proof(proof_request[1])
-            return False
-        # Horovod's client appends :PORT to the address.
-        match = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
-        if match is None or not hmac.compare_digest(match[1], self.server.key):
-            self.send_status_code(_FORBIDDEN)
-            return False
-        self.server.admit(self.connection)
-        self.path = match[2]
-        length = self.headers.get("Content-Length", "0")
-        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
-            self.send_status_code(BAD_REQUEST)
-            return False
-        return True
+    def _put_value(self, scope: str, key: str, value: bytes) -> None:
+        if self.server.ask_root("PUT", scope, key, value) is None:
+            raise ConnectionError("root has not taken a value")  # without an answer, Horovod's client tries again
 
-    def _send_proof(self, nonce: str) -> None:
-        port = self.server.server_address[1]
-        proof = proof_of_root(self.server.step, port, nonce).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(proof)))
-        self.end_headers()
-        self.wfile.write(proof)
+    def do_DELETE(self) -> None:
+        """Pass it on. A rank deletes its value when all have met: nobody asks for the others of this meeting again."""
+        _, scope, key = self.path.split("/")
+        self.server.ask_root("DELETE", scope, key)
+        self.server.forget(scope)
+        self.send_status_code(_OK)
+
+
+class Relay(StepServer):
+    """Answers the ranks of a host, on its loopback address, with root's values.
+
+    It keeps those of a scope until a rank deletes its own there. address, port: of root's server, with its key.
+    """
+
+    handler = _RelayHandler
+
+    def __init__(self, address: str, port: int, step: str, local_size: int) -> None:
+        super().__init__("127.0.0.1", 0, step, local_size)
+        self._root = address, port
+        self._missed: dict[tuple[str, str], float] = {}
+        self._asking: dict[tuple[str, str], threading.Lock] = {}
+
+    def ask_root(self, method: str, scope: str, key: str, body: bytes = b"") -> bytes | None:
+        return key_value_store.ask(*self._root, method, key, body, scope=scope, max_bytes=MAX_VALUE_BYTES)
+
+    def value(self, scope: str, key: str) -> bytes | None:
+        """Return root's value, if it has one. Ranks that ask for the same one together wait for one answer."""
+        with self.cache_lock:
+            asking = self._asking.setdefault((scope, key), threading.Lock())
+        with asking:
+            with self.cache_lock:
+                known: bytes | None = self.cache.get(scope, {}).get(key)
+            if known is not None or time.monotonic() < self._missed.get((scope, key), 0.0):
+                return known
+            found = self.ask_root("GET", scope, key)
+            if found is None:
+                self._missed[scope, key] = time.monotonic() + MISSED_FOR_S
+            else:
+                with self.cache_lock:
+                    self.cache.setdefault(scope, {})[key] = found
+            return found
+
+    def forget(self, scope: str) -> None:
+        with self.cache_lock:
+            self.cache.pop(scope, None)

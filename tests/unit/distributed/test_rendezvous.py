@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -18,8 +18,9 @@ from strangers import messages
 from horovod_train.distributed.launch import key_value_store, rendezvous_server
 from horovod_train.distributed.launch.launcher import TOKEN, Step
 from horovod_train.distributed.launch.rendezvous import _address_of_root, _is_root
-from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, StepServer, key_of
+from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, Relay, StepServer
 
+Server = TypeVar("Server", bound=StepServer)
 STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
 
 
@@ -28,12 +29,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepServer]:
     monkeypatch.setenv(TOKEN, "secret")
     monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 300.0)
     monkeypatch.setattr(key_value_store, "ANSWER_WITHIN_S", 300.0)
-    started = StepServer("127.0.0.1", 0, STEP.name, size=2)
-    started.key = key_of(STEP.name, started.server_address[1])
-    threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
-    yield started
-    started.shutdown()
-    started.server_close()
+    with serving(StepServer("127.0.0.1", 0, STEP.name, size=2)) as started:
+        yield started
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 def ask(server: StepServer, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> int:
@@ -85,6 +90,89 @@ def test_root_is_who_knows_the_token_the_step_and_its_own_port(
     assert relayed != rendezvous_server.proof_of_root(STEP.name, port + 1, "0" * 32).encode()
     monkeypatch.setenv(TOKEN, "another")
     assert rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode() != relayed
+
+
+@pytest.fixture
+def relay(server: StepServer) -> Iterator[Relay]:
+    port = server.server_address[1]
+    with serving(Relay(f"127.0.0.1:{port}/{server.key}", port, STEP.name, 2)) as started:
+        yield started
+
+
+def asked(server: StepServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The requests that this server gets from now on: method and path, without the key."""
+    requests: list[tuple[str, str]] = []
+    admit = rendezvous_server._Handler.parse_request
+
+    def note_and_admit(handler: rendezvous_server._Handler) -> bool:
+        is_admitted = admit(handler)
+        if handler.server is server and is_admitted:
+            requests.append((handler.command, handler.path))
+        return is_admitted
+
+    monkeypatch.setattr(rendezvous_server._Handler, "parse_request", note_and_admit)
+    return requests
+
+
+def get(server: StepServer, key: str) -> bytes | None:
+    port = server.server_address[1]
+    return key_value_store.ask(f"127.0.0.1:{port}/{server.key}", port, "GET", key, scope="global")
+
+
+def test_the_ranks_of_a_host_ask_root_for_each_value_once(
+    server: StepServer, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {str(rank): random.Random(rank).randbytes(70_000) for rank in range(5)}
+    server.cache["global"] = dict(values)
+    requests = asked(server, monkeypatch)
+    found: list[dict[str, bytes | None]] = [{} for _ in range(8)]
+    ranks = [
+        threading.Thread(target=lambda mine=mine: mine.update({key: get(relay, key) for key in [*values, *values]}))
+        for mine in found
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert found == [values] * 8
+    assert sorted(requests) == [("GET", f"/global/{rank}") for rank in range(5)]
+
+
+def test_a_value_that_is_missing_is_asked_for_again_and_found(
+    server: StepServer, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_server, "MISSED_FOR_S", 300.0)
+    requests = asked(server, monkeypatch)
+    assert [get(relay, "0") for _ in range(3)] == [None] * 3
+    assert requests == [("GET", "/global/0")]
+    monkeypatch.setattr(rendezvous_server, "MISSED_FOR_S", 0.0)
+    server.cache["global"] = {"1": b"address"}
+    assert get(relay, "1") == b"address"
+
+
+def test_what_a_rank_sets_and_deletes_is_set_and_deleted_on_root(server: StepServer, relay: Relay) -> None:
+    assert ask(relay, "PUT", f"/{relay.key}/global/0", b"address") == 200
+    assert server.cache["global"] == {"0": b"address"}
+    assert get(relay, "0") == b"address"
+    assert ask(relay, "DELETE", f"/{relay.key}/global/0") == 200
+    assert "global" not in server.cache
+    server.cache["global"] = {"0": b"another address"}  # ranks that meet again in a scope of this name
+    assert get(relay, "0") == b"another address"
+
+
+def test_without_root_a_relay_takes_no_value(server: StepServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's client asks again after an answer that is missing; one that says 200 would lose the value."""
+    with serving(Relay("127.0.0.1:9/key", 9, STEP.name, 2)) as relay:
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            ask(relay, "PUT", f"/{relay.key}/global/0", b"address")
+        assert get(relay, "0") is None
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_a_relay_needs_its_own_key(server: StepServer, relay: Relay, method: str) -> None:
+    assert relay.key != server.key
+    for key in (server.key, "0" * 64):
+        assert ask(relay, method, f"/{key}/global/0", b"other" if method == "PUT" else b"") == 403
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 300) -> None:
