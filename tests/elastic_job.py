@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from conftest import HANGS_AFTER_S
@@ -80,8 +80,8 @@ class ElasticJob:
     def has_failed_to_start(self, host: str) -> bool:
         return (self.out / f"has-failed-{host}").exists()
 
-    def die_in_commit(self, host: str) -> None:
-        (self.out / f"dies-{host}").touch()
+    def die_in(self, place: Literal["commit", "sync"], host: str) -> None:
+        (self.out / f"dies-in-{place}-{host}").touch()
 
     def has_died(self, host: str) -> bool:
         return (self.out / f"has-died-{host}").exists()

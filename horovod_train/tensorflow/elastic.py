@@ -127,11 +127,9 @@ class CommittedState(State):
 
     def save(self) -> None:
         """Copy the variables and objects to this rank's memory."""
+        saved_objects = self._dump_objects()
         self._saved_values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
-        try:
-            self._saved_objects = objects.dump({name: getattr(self, name) for name in self._names})
-        except TypeError as error:
-            raise UserError(f"hvd.elastic: what the state keeps: {error}") from error
+        self._saved_objects = saved_objects
 
     def restore(self) -> None:
         """Set the variables and objects to what was saved last."""
@@ -141,6 +139,8 @@ class CommittedState(State):
 
     def sync(self) -> None:
         """Collective: give all ranks root's variables and objects, as they are, and save them.
+
+        If a rank is lost before all have both, what each had saved stays as it was.
 
         Raises UserError on all ranks if they have different numbers of variables.
         """
@@ -152,9 +152,14 @@ class CommittedState(State):
                 "the variables of the model, and the optimizer's, before the state."
             )
         broadcast_variables(variables, root_rank=0)
+        self._set_objects(objects.broadcast(self._dump_objects(), "elastic.objects"))
         self.save()
-        self._saved_objects = objects.broadcast(self._saved_objects, "elastic.objects")
-        self._set_objects(self._saved_objects)
+
+    def _dump_objects(self) -> bytes:
+        try:
+            return objects.dump({name: getattr(self, name) for name in self._names})
+        except TypeError as error:
+            raise UserError(f"hvd.elastic: what the state keeps: {error}") from error
 
     def _set_objects(self, saved: bytes) -> None:
         for name, value in objects.load(saved).items():

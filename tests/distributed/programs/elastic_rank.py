@@ -1,8 +1,8 @@
 """Elastic training, in a loop of its own or by fit, until the file `enough` is there: elastic_rank.py OUT loop|fit.
 
 Each rank keeps OUT/at-HOST up to date: process id, number of ranks, steps that count. At the end it writes its facts to
-OUT/end-HOST.json. The file OUT/fails-HOST lets the next rank on a host fail before it meets the others; the file
-OUT/dies-HOST lets a rank be killed in the middle of a commit.
+OUT/end-HOST.json. The file OUT/fails-HOST lets the next rank on a host fail before it meets the others; the files
+OUT/dies-in-commit-HOST and OUT/dies-in-sync-HOST let a rank be killed in the middle of one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tensorflow as tf
 
 import horovod_train.keras
 import horovod_train.tensorflow as hvd
+from horovod_train.distributed import objects
 
 OUT, MODE = Path(sys.argv[1]), sys.argv[2]
 ROWS, GLOBAL_BATCH, COMMIT_EVERY = 100, 12, 3
@@ -49,17 +50,25 @@ def tell(steps: int) -> None:
     told.replace(OUT / f"at-{host}")
 
 
+def die_if_asked(place: str) -> None:
+    if (OUT / f"dies-in-{place}-{host}").exists():
+        (OUT / f"dies-in-{place}-{host}").rename(OUT / f"has-died-{host}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def may_die(state: Any) -> None:
-    """Let a rank be killed when it has saved and not yet met the others."""
-    save = state.save
+    """Let a rank be killed when it has saved and not yet met the others, or when they have variables and no objects."""
+    save, broadcast = state.save, objects.broadcast
 
     def save_and_die() -> None:
         save()
-        if (OUT / f"dies-{host}").exists():
-            (OUT / f"dies-{host}").rename(OUT / f"has-died-{host}")
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_if_asked("commit")
 
-    state.save = save_and_die
+    def die_and_broadcast(value: bytes, name: str) -> bytes:
+        die_if_asked("sync" if name == "elastic.objects" else "no place")
+        return broadcast(value, name)
+
+    state.save, objects.broadcast = save_and_die, die_and_broadcast
 
 
 def is_enough() -> bool:
