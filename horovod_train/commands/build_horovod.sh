@@ -93,6 +93,24 @@ done
 replace_line horovod/common/operations.cc '    horovod_global.shut_down = false;' \
     '    horovod_global.shut_down = horovod_global.initialization_failed = false;'
 
+# When ranks part, what waits in a queue is answered with an error, once. An operation that had looked before whether
+# Horovod was ending, and joins the queue after, would never be answered, and its step would never end: the queue is
+# closed from then on, until the next hvd.init.
+closed='  if (closed_) return SHUT_DOWN_ERROR;'
+queue=horovod/common/tensor_queue
+replace_line $queue.h '  void RemoveJoinTensor();' '  void RemoveJoinTensor();
+  void Reopen() { std::lock_guard<std::mutex> guard(mutex_); closed_ = false; }'
+replace_line $queue.h '  mutable std::mutex mutex_;' '  mutable std::mutex mutex_; bool closed_ = false;'
+for line in '  if (tensor_table_.find(e.tensor_name) != tensor_table_.end()) {' \
+    '  for (std::size_t i = 0; i < entries.size(); ++i) {'; do
+    replace_line $queue.cc "$line" "$closed
+$line"
+done
+replace_line $queue.cc '  for (auto& e : tensor_table_) {' '  closed_ = true;
+  for (auto& e : tensor_table_) {'
+replace_line horovod/common/operations.cc '    // Reset initialization flag' \
+    '    horovod_global.process_set_table.Get(0).tensor_queue.Reopen();'
+
 if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
     export HOROVOD_GPU_OPERATIONS
     nccl=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/nccl
