@@ -1,7 +1,8 @@
 """Trains the cases of differential_cases by the trainer on all ranks, and by `fit` in one process, and compares.
 
-differential.py FOLDER [--equal-shares] [CASE ...]: writes FOLDER/rank-N.json; without cases all. FOLDER "-": prints a
-table. By hand:
+differential.py FOLDER [--equal-shares | --resumed] [CASE ...]: writes FOLDER/rank-N.json; without cases all. FOLDER
+"-": prints a table. --resumed compares with the same training in two parts instead: all is built anew after SAVED_AT
+steps, and gets the variables that a checkpoint holds. By hand:
 
     mpirun -np 3 python tests/distributed/programs/differential.py - plain GAN
 """
@@ -24,19 +25,23 @@ from horovod_train.config.settings import Config
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.training.build import Components, build_components
+from horovod_train.training.initial_state import finalize
 from horovod_train.training.open_run import open_on_all_ranks
 
 group = start(Config().horovod, Config().device)
 from differential_cases import BATCH, ROWS, Case  # noqa: E402  making tensors fixes the number of threads
 from differential_more import CASES, DATA  # noqa: E402
 
+SAVED_AT = 3
+
 
 def main(words: list[str]) -> None:
+    facts_of = _resumed_facts if "--resumed" in words else _facts
     names = [word for word in words[1:] if not word.startswith("--")] or list(CASES)
     folder = Path(group.broadcast_object(tempfile.mkdtemp() if group.is_root else ""))
     facts: dict[str, Any] = {}
     for number, name in enumerate(names):
-        facts[name] = _facts(name, group, folder, number % group.size, equal_shares="--equal-shares" in words)
+        facts[name] = facts_of(name, group, folder, number % group.size)
         if words[0] == "-" and group.is_root:
             print(_line(name, facts[name]), flush=True)
     if words[0] != "-":
@@ -47,22 +52,62 @@ def main(words: list[str]) -> None:
 def _line(name: str, facts: dict[str, Any]) -> str:
     if "error" in facts:
         return f"{name:40s} {facts['error'][:500]}"
+    if "resumed" in facts:
+        return f"{name:40s} {facts['resumed']}"
     figures = ", ".join(f"{key} {ours:.6g} for {theirs}" for key, (ours, theirs) in facts["figures"].items())
     return f"{name:40s} {facts['weights']:8.1e}  apart {facts['apart']:8.1e}  {figures}"
 
 
-def _facts(name: str, group: WorkerGroup, folder: Path, fits: int, *, equal_shares: bool) -> dict[str, Any]:
-    """fits: the rank that trains by `fit`."""
-    case = CASES[name]
+def _resumed_facts(name: str, group: WorkerGroup, folder: Path, _: int) -> dict[str, Any]:
+    """Name the variables that end otherwise than without a resume, all that a checkpoint would hold."""
+    case, ends, failure = CASES[name], [], ""
+    try:
+        for is_resumed in (False, True):
+            parts = _begin(config_of(name, case, folder, group), group)
+            train(parts, 0, SAVED_AT)
+            parts.state.settle(group)
+            if is_resumed:
+                saved = _values(parts)
+                parts = _begin(config_of(name, case, folder, group), group)
+                variables = parts.state.variables()
+                for path in saved.keys() | variables.keys():
+                    variables[path].assign(saved[path])
+                finalize(parts.state.model)
+            train(parts, SAVED_AT, parts.train.steps_per_epoch)
+            parts.state.settle(group)
+            ends.append(_values(parts))
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    if failures := [each for each in group.gather(failure) if each]:
+        return {"error": failures[0]}
+    without, after = ends
+    return {"resumed": [path for path in without if without[path].tobytes() != after[path].tobytes()]}
+
+
+def _values(parts: Components) -> dict[str, np.ndarray]:
+    return {path: variable.numpy() for path, variable in parts.state.variables().items()}
+
+
+def _begin(config: Config, group: WorkerGroup) -> Components:
     keras.utils.clear_session()
     keras.config.set_dtype_policy("float32")
+    opened = open_on_all_ranks(config.data, ["train", "eval"], group)
+    parts = build_components(config, group, opened["train"], opened["eval"])
+    parts.train_step.shares.are_equal = "--equal-shares" in sys.argv
+    group.broadcast(list(parts.state.variables().values()))
+    return parts
+
+
+def _facts(name: str, group: WorkerGroup, folder: Path, fits: int) -> dict[str, Any]:
+    """fits: the rank that trains by `fit`."""
+    case = CASES[name]
     config, failure, weights, ours = Config(), "", [], {}
     try:
         config = config_of(name, case, folder, group)
-        parts = _build(config, group)
-        parts.train_step.shares.are_equal = equal_shares
-        group.broadcast(list(parts.state.variables().values()))
-        trained = train_one_epoch(parts, group)
+        parts = _begin(config, group)
+        train(parts, 0, parts.train.steps_per_epoch)
+        parts.state.settle(group)
+        trained = parts.train_step.figures.result(group)
         if parts.state.averages.are_of_optimizer:  # as `fit` ends
             parts.state.averages.put_in()
         weights = [np.asarray(weight) for weight in parts.state.model.get_weights()]
@@ -119,20 +164,14 @@ def config_of(name: str, case: Case, folder: Path, group: WorkerGroup) -> Config
     return resolve(build(Config, sections, ""), group.size)
 
 
-def _build(config: Config, group: WorkerGroup) -> Components:
-    opened = open_on_all_ranks(config.data, ["train", "eval"], group)
-    return build_components(config, group, opened["train"], opened["eval"])
-
-
-def train_one_epoch(parts: Components, group: WorkerGroup) -> dict[str, float]:
-    train, state = parts.train, parts.state
-    batches, step = train.batches(0, 0, 1), 0
-    while step < train.steps_per_epoch:
-        last = train.same_size_until(step, step, train.steps_per_epoch)
-        parts.train_step.run(batches, last - step, train.size_of(step))
+def train(parts: Components, begin: int, end: int) -> None:
+    """Train from a step of the first epoch to another."""
+    source, step = parts.train, begin
+    batches = source.batches(0, begin, 1)
+    while step < end:
+        last = min(end, source.same_size_until(step, step, source.steps_per_epoch))
+        parts.train_step.run(batches, last - step, source.size_of(step))
         step = last
-    state.settle(group)
-    return parts.train_step.figures.result(group)
 
 
 def evaluate(parts: Components, group: WorkerGroup) -> dict[str, float]:

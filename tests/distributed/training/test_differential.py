@@ -91,6 +91,15 @@ def test_ranks_end_where_fit_does(facts: Facts, np: int, name: str) -> None:
         )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.refused])
+def test_what_a_checkpoint_holds_is_all_that_training_goes_on_from(facts: Facts, name: str) -> None:
+    """A model that is built anew, and gets those variables, ends with the same bits as one that trained on."""
+    names = tuple(name for name, case in CASES.items() if not case.refused)
+    found = facts(2, names, ("--resumed",))[name]
+    assert found.get("resumed") == [], found
+
+
 @pytest.mark.parametrize("name", UNEVEN)
 def test_with_equal_shares_uneven_steps_end_elsewhere(facts: Facts, name: str) -> None:
     assert facts(3, tuple(UNEVEN), ("--equal-shares",))[name]["weights"] > 1e-4
