@@ -24,7 +24,7 @@ from horovod_train.commands.cli import above_0, count, open_screen, several
 from horovod_train.config.settings import Config, WatchConfig
 from horovod_train.distributed import objects
 from horovod_train.distributed.launch import key_value_store
-from horovod_train.distributed.launch.rendezvous_server import StepServer, key_of
+from horovod_train.distributed.launch.rendezvous_server import NEWS_BYTES, StepServer
 from horovod_train.distributed.watchdog.heartbeat import Beat
 from horovod_train.distributed.watchdog.stall_detector import StallDetector, intervals
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
@@ -40,6 +40,7 @@ DIGEST_BYTES = 80
 """Of one rank's digest in a gather; DEVICE_BYTES: of its host and device."""
 DEVICE_BYTES = 200
 
+RANKS_PER_HOST = 8
 MOST_SHARE = 0.01
 MOST_RANKS = 1 << 16
 HASHED_BYTES = 64 << 20
@@ -94,8 +95,12 @@ class RankCosts(NamedTuple):
     """root: to consider one rank, in each turn of the stall detector"""
     admit_s: float
     """root: to admit one rank to the watch"""
-    request_s: float
-    """root: to answer one request of gloo's start"""
+    name_s: float
+    """to answer one request of gloo's start for the name of a rank's host"""
+    addresses_s: float
+    """to answer one for the addresses of a rank"""
+    news_s: float
+    """root: to answer a relay with the addresses of many ranks"""
 
 
 def build_parts(costs: RankCosts, step_s: float) -> list[Part]:
@@ -125,9 +130,16 @@ def build_parts(costs: RankCosts, step_s: float) -> list[Part]:
         return start + (rendezvous(ranks, network) if network.topology == "ring" else 0.0)
 
     def rendezvous(ranks: int, network: Network) -> float:
-        """gloo: each rank asks root for the addresses of each other rank, twice: 140 bytes a rank."""
-        requests = 2 * ranks * (ranks - 1)
-        return requests * max(costs.request_s, network.wire_s(140 * ranks))
+        """gloo: each rank asks for the host of each rank before it, and for the addresses of each other rank, twice.
+
+        Those of root's host ask root, and so does the relay of each other host, for all values together. A relay's own
+        seconds are counted after root's, though much of both is at the same time.
+        """
+        addresses = 140 * ranks
+        of_a_host = RANKS_PER_HOST * ranks * (costs.name_s / 2 + 2 * max(costs.addresses_s, network.wire_s(addresses)))
+        relays = -(-ranks // RANKS_PER_HOST) - 1
+        answers = relays * -(-ranks * addresses // NEWS_BYTES)
+        return 2 * of_a_host + answers * max(costs.news_s, network.wire_s(NEWS_BYTES))
 
     def vote_every(ranks: int, network: Network) -> float:
         return seconds_between_votes(ranks, is_ring=network.topology == "ring")
@@ -207,7 +219,9 @@ def measure_rank_costs(ranks: int) -> RankCosts:
         beat_s,
         _detect(ranks) / ranks,
         admit_s,
-        _answer(ranks),
+        _answer(16),
+        _answer(140 * ranks),
+        _answer(NEWS_BYTES),
     )
 
 
@@ -275,17 +289,17 @@ def _detect(ranks: int) -> float:
     return _seconds(turn, 20)
 
 
-def _answer(ranks: int) -> float:
-    """Return the seconds for one request of gloo's start, for which a server answers with the addresses of a rank.
+def _answer(size: int) -> float:
+    """Return the seconds for one request of gloo's start, which a server answers with a value of so many bytes.
 
     The client is a thread of this process; its own seconds do not count.
     """
-    value = b"a" * min(140 * ranks, key_value_store.MAX_ANSWER_BYTES // 2)
+    value, most = b"a" * size, 2 * size + 1000
     with _serving() as (address, port):
         key_value_store.ask(address, port, "PUT", "addresses", value)
         began, client = time.process_time(), time.thread_time()
         for _ in range(TIMES):
-            assert key_value_store.ask(address, port, "GET", "addresses") == value
+            assert key_value_store.ask(address, port, "GET", "addresses", max_bytes=most) == value
         return max(0.0, (time.process_time() - began) - (time.thread_time() - client)) / TIMES
 
 
@@ -293,7 +307,6 @@ def _answer(ranks: int) -> float:
 def _serving() -> Iterator[tuple[str, int]]:
     server = StepServer("127.0.0.1", 0, STEP, 2)
     port = server.server_address[1]
-    server.key = key_of(STEP, port)
     thread = threading.Thread(target=server.serve_forever, args=(key_value_store.POLL_S,), daemon=True)
     thread.start()
     try:

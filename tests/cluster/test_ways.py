@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -156,6 +157,19 @@ def test_plain_srun_needs_neither_ssh_nor_mpirun(cluster: VirtualCluster, config
     assert lines[0] == f"found: /usr/bin/ssh {BIN}/mpirun {BIN}/orted {BIN}/horovodrun"  # the batch script itself
     assert lines[1:] == ["found:", "found:"]
     assert "2 rank(s) on 2 host(s), launcher srun, exchange over gloo" in job.said()
+
+
+def test_ranks_of_another_host_than_roots_ask_a_relay_on_it(
+    cluster: VirtualCluster, config: Path, tmp_path: Path
+) -> None:
+    words = shlex.join([*TRAIN, "--config", str(config), "--output-dir", str(tmp_path / "run")])
+    script = f"export HOROVOD_LOG_LEVEL=debug; srun --label {words}"
+    job = submit(cluster, asked_for((2, 2)), tmp_path / "out", script=script)
+    assert job.wait() == ("COMPLETED", 0), job.said()
+    asked = dict(re.findall(r"^(\d): .*rendezvous server address: ([\d.]+):\d+/", job.said(), re.MULTILINE))
+    assert asked.keys() == {"0", "1", "2", "3"}
+    assert asked["2"] == asked["3"] == "127.0.0.1"
+    assert asked["0"] == asked["1"] != "127.0.0.1"
 
 
 MISTAKES = {

@@ -5,7 +5,7 @@ that all ranks have, in their environment or in a private file: root proves that
 it the key. Does not know when ranks may start; see rendezvous.
 
 gloo's start asks for n² values of 140 n bytes. Therefore the ranks of a host ask a relay on it, which asks root for
-each value once.
+all new values together, and for each of them once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import hmac
+import itertools
+import json
 import os
 import re
 import secrets
@@ -36,7 +38,9 @@ MAX_VALUE_BYTES = 4 << 20
 """The limit of one value. gloo's values are about 140 bytes for each rank."""
 REQUEST_WITHIN_S = 5.0
 SPARE_PENDING = 32
-MISSED_FOR_S = 0.05
+NEWS_BYTES = 1 << 20
+"""How much root sends a relay in one answer, approximately; and at least one value."""
+NO_NEWS_FOR_S = 0.05
 """How long a relay takes a value for missing without asking root again: each rank asks 100 times a second."""
 _OK, _FORBIDDEN = 200, 403
 
@@ -133,6 +137,12 @@ class _Handler(RendezvousHandler):
             return False
         return True
 
+    def _get_value(self, scope: str, key: str) -> bytes | None:
+        if scope == key_value_store.NAME and (news := re.fullmatch(r"news\.(\d{1,9})\.(.+)", key)):
+            return self.server.news(news[2], int(news[1]))
+        value: bytes | None = super()._get_value(scope, key)
+        return value
+
     def _send_proof(self, nonce: str) -> None:
         port = self.server.server_address[1]
         proof = proof_of_root(self.server.step, port, nonce).encode()
@@ -186,6 +196,23 @@ class StepServer(RendezvousHTTPServer):
         with self._lock:
             self._pending.pop(request, None)
 
+    def news(self, scope: str, known: int) -> bytes | None:
+        """Return the values of a scope from the known-th on, in the order in which they came; None if there are none.
+
+        A line of JSON, [[key, bytes], …], then the values.
+        """
+        sizes: list[tuple[str, int]] = []
+        values: list[bytes] = []
+        total = 0
+        with self.cache_lock:
+            for key, value in itertools.islice(self.cache.get(scope, {}).items(), known, None):
+                if values and total + len(value) > NEWS_BYTES:
+                    break
+                sizes.append((key, len(value)))
+                values.append(value)
+                total += len(value)
+        return b"\n".join([json.dumps(sizes).encode(), b"".join(values)]) if values else None
+
     def shutdown_request(self, request: Any) -> None:
         self.admit(request)
         super().shutdown_request(request)
@@ -232,29 +259,35 @@ class Relay(StepServer):
     def __init__(self, address: str, port: int, step: str, local_size: int) -> None:
         super().__init__("127.0.0.1", 0, step, local_size)
         self._root = address, port
-        self._missed: dict[tuple[str, str], float] = {}
-        self._asking: dict[tuple[str, str], threading.Lock] = {}
+        self._asked_at: dict[str, float] = {}
+        self._asking = threading.Lock()
 
     def ask_root(self, method: str, scope: str, key: str, body: bytes = b"") -> bytes | None:
-        return key_value_store.ask(*self._root, method, key, body, scope=scope, max_bytes=MAX_VALUE_BYTES)
+        most = MAX_VALUE_BYTES + NEWS_BYTES
+        return key_value_store.ask(*self._root, method, key, body, scope=scope, max_bytes=most)
 
     def value(self, scope: str, key: str) -> bytes | None:
-        """Return root's value, if it has one. Ranks that ask for the same one together wait for one answer."""
-        with self.cache_lock:
-            asking = self._asking.setdefault((scope, key), threading.Lock())
-        with asking:
-            with self.cache_lock:
-                known: bytes | None = self.cache.get(scope, {}).get(key)
-            if known is not None or time.monotonic() < self._missed.get((scope, key), 0.0):
-                return known
-            found = self.ask_root("GET", scope, key)
-            if found is None:
-                self._missed[scope, key] = time.monotonic() + MISSED_FOR_S
-            else:
-                with self.cache_lock:
-                    self.cache.setdefault(scope, {})[key] = found
-            return found
+        """Return root's value, if it has one. Ranks that miss values at once wait for one answer of root's."""
+        if scope == key_value_store.NAME:  # whose values change
+            return self.ask_root("GET", scope, key)
+        with self._asking:
+            values = self.cache.setdefault(scope, {})
+            while key not in values and time.monotonic() >= self._asked_at.get(scope, 0.0) + NO_NEWS_FOR_S:
+                if (news := self.ask_root("GET", key_value_store.NAME, f"news.{len(values)}.{scope}")) is None:
+                    self._asked_at[scope] = time.monotonic()
+                else:
+                    values |= _unpack(news)
+            return values.get(key)
 
     def forget(self, scope: str) -> None:
-        with self.cache_lock:
+        with self._asking:
             self.cache.pop(scope, None)
+
+
+def _unpack(news: bytes) -> dict[str, bytes]:
+    sizes, _, content = news.partition(b"\n")
+    values, at = {}, 0
+    for key, size in json.loads(sizes):
+        values[key] = content[at : at + size]
+        at += size
+    return values

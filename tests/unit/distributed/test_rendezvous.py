@@ -18,7 +18,7 @@ from strangers import messages
 from horovod_train.distributed.launch import key_value_store, rendezvous_server
 from horovod_train.distributed.launch.launcher import TOKEN, Step
 from horovod_train.distributed.launch.rendezvous import _address_of_root, _is_root
-from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, Relay, StepServer
+from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, NEWS_BYTES, Relay, StepServer
 
 Server = TypeVar("Server", bound=StepServer)
 STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
@@ -122,7 +122,7 @@ def get(server: StepServer, key: str) -> bytes | None:
 def test_the_ranks_of_a_host_ask_root_for_each_value_once(
     server: StepServer, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {str(rank): random.Random(rank).randbytes(70_000) for rank in range(5)}
+    values = {str(rank): random.Random(rank).randbytes(70_000) for rank in range(40)}
     server.cache["global"] = dict(values)
     requests = asked(server, monkeypatch)
     found: list[dict[str, bytes | None]] = [{} for _ in range(8)]
@@ -135,19 +135,31 @@ def test_the_ranks_of_a_host_ask_root_for_each_value_once(
     for rank in ranks:
         rank.join()
     assert found == [values] * 8
-    assert sorted(requests) == [("GET", f"/global/{rank}") for rank in range(5)]
+    in_one = NEWS_BYTES // 70_000
+    path = f"/{key_value_store.NAME}/news"
+    assert requests == [("GET", f"{path}.{known}.global") for known in range(0, len(values), in_one)]
 
 
 def test_a_value_that_is_missing_is_asked_for_again_and_found(
     server: StepServer, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous_server, "MISSED_FOR_S", 300.0)
+    server.cache["global"] = {"1": b"another address"}
+    assert get(relay, "1") == b"another address"
+    monkeypatch.setattr(rendezvous_server, "NO_NEWS_FOR_S", 300.0)
     requests = asked(server, monkeypatch)
     assert [get(relay, "0") for _ in range(3)] == [None] * 3
-    assert requests == [("GET", "/global/0")]
-    monkeypatch.setattr(rendezvous_server, "MISSED_FOR_S", 0.0)
-    server.cache["global"] = {"1": b"address"}
-    assert get(relay, "1") == b"address"
+    assert requests == [("GET", f"/{key_value_store.NAME}/news.1.global")]
+    server.cache["global"]["0"] = b"address"
+    monkeypatch.setattr(rendezvous_server, "NO_NEWS_FOR_S", 0.0)
+    assert get(relay, "0") == b"address"
+
+
+def test_values_of_our_own_are_asked_for_each_time(server: StepServer, relay: Relay) -> None:
+    own = server.cache[key_value_store.NAME]
+    port = relay.server_address[1]
+    for value in (b"first", b"second"):
+        own["1"] = value
+        assert key_value_store.ask(f"127.0.0.1:{port}/{relay.key}", port, "GET", "1") == value
 
 
 def test_what_a_rank_sets_and_deletes_is_set_and_deleted_on_root(server: StepServer, relay: Relay) -> None:
