@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -107,27 +107,16 @@ def test_a_host_that_comes_back_and_fails_to_start_does_not_end_the_others(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_lost_in_a_commit_costs_no_record(tmp_path: Path, lost: int) -> None:
+@pytest.mark.parametrize("place", ["commit", "sync"])
+def test_a_rank_that_is_lost_in_a_commit_or_a_sync_costs_no_record(
+    tmp_path: Path, place: Literal["commit", "sync"], lost: int
+) -> None:
+    """In a sync between variables and objects: of what root gave, none may stay alone."""
     with job_of(tmp_path, "loop") as job:
         job.wait_until_trains(HOSTS)
-        job.die_in("commit", HOSTS[lost])
-        job.wait_until(lambda: job.has_died(HOSTS[lost]), "a rank is lost")
-        job.wait_until_trains(HOSTS)
-        facts = job.finish()
-    assert len({fact["weights"] for fact in facts}) == 1
-    for fact in facts:
-        assert fact["used"] == [fact["epoch"]]
-        assert fact["iterations"] == len(fact["sizes"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_lost_while_others_take_its_state_costs_no_record(tmp_path: Path, lost: int) -> None:
-    """Between variables and objects: of what root gave, none may stay alone."""
-    with job_of(tmp_path, "loop") as job:
-        job.wait_until_trains(HOSTS)
-        job.die_in("sync", HOSTS[lost])
-        job.kill(HOSTS[2])
+        job.die_in(place, HOSTS[lost])
+        if place == "sync":  # which only ranks do that meet again
+            job.kill(HOSTS[2])
         job.wait_until(lambda: job.has_died(HOSTS[lost]), "a rank is lost")
         job.wait_until_trains(HOSTS)
         facts = job.finish()
