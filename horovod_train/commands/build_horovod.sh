@@ -111,6 +111,14 @@ replace_line $queue.cc '  for (auto& e : tensor_table_) {' '  closed_ = true;
 replace_line horovod/common/operations.cc '    // Reset initialization flag' \
     '    horovod_global.process_set_table.Get(0).tensor_queue.Reopen();'
 
+# A host that has failed may come back while horovodrun waits for enough hosts. It would be taken for one whose ranks still
+# run, so nobody would start them, and the others would wait for them in vain.
+replace_line horovod/runner/elastic/driver.py \
+    '        # Determine the slots that are already filled so we do not respawn these processes' \
+    '        failed_hosts = {host for host, _ in self._worker_registry.get("FAILURE")}'
+replace_line horovod/runner/elastic/driver.py '                            for slot_info in slots])' \
+    '                            for slot_info in slots if host not in failed_hosts])'
+
 if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
     export HOROVOD_GPU_OPERATIONS
     nccl=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/nccl

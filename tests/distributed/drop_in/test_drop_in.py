@@ -82,6 +82,11 @@ def test_gradients_that_were_added_up_before_ranks_changed_are_dropped(ranks: li
         assert fresh == changed != 1
 
 
+def test_of_a_sync_that_a_lost_rank_breaks_off_nothing_stays(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["after_a_broken_sync"] == [1.0, 1.0]
+
+
 def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         for text in facts["forgotten"]:

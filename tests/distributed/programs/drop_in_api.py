@@ -34,6 +34,8 @@ from twenty_steps import (
 
 import horovod_train.keras as hvd
 import horovod_train.tensorflow as hvd_tf
+from horovod_train.distributed import objects
+from horovod_train.errors import RunError
 from horovod_train.tensorflow.gradients import drop_accumulated_gradients
 
 OUT = Path(sys.argv[1])
@@ -113,6 +115,26 @@ def after_two_passes(others_before: int) -> float:
 
 
 facts["added_up"] = [after_two_passes(0), after_two_passes(1)]
+
+
+def after_a_broken_sync() -> list[float]:
+    """A variable and a number, of which root gave only the first before a rank was lost, when both are restored."""
+    weight = tf.Variable(1.0)
+    state: Any = hvd_tf.elastic.TensorFlowState([weight], epoch=1.0)
+    weight.assign(2.0)
+    state.epoch = 2.0
+
+    def lost(*_: Any) -> None:
+        raise RunError("a rank is lost")
+
+    broadcast, objects.broadcast = objects.broadcast, lost
+    error_of(state.sync)
+    objects.broadcast = broadcast
+    state.restore()
+    return [float(weight.numpy()), state.epoch]
+
+
+facts["after_a_broken_sync"] = after_a_broken_sync()
 
 # Weights that differ, without a broadcast: found at the second step, on all ranks, in fit and in a loop.
 facts["forgotten"] = [
