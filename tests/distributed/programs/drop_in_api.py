@@ -124,7 +124,7 @@ def after_a_broken_sync() -> list[float]:
     weight.assign(2.0)
     state.epoch = 2.0
 
-    def lost(*_: Any) -> None:
+    def lost(value: Any, name: str) -> Any:
         raise RunError("a rank is lost")
 
     broadcast, objects.broadcast = objects.broadcast, lost
