@@ -48,7 +48,7 @@ format: install ## put the code in the project's style
 	ruff format .
 
 docs: install ## the site, in build/site; a dead link is an error
-	mkdocs build --quiet
+	mkdocs build
 
 clean: ## remove .venv and everything made from it; not data, not runs
 	rm -rf .venv .cache install.log build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
