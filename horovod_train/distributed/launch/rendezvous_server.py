@@ -273,10 +273,10 @@ class Relay(StepServer):
         with self._asking:
             values = self.cache.setdefault(scope, {})
             while key not in values and time.monotonic() >= self._asked_at.get(scope, 0.0) + NO_NEWS_FOR_S:
-                if (news := self.ask_root("GET", key_value_store.NAME, f"news.{len(values)}.{scope}")) is None:
+                news = _unpack(self.ask_root("GET", key_value_store.NAME, f"news.{len(values)}.{scope}"))
+                if not news.keys() - values.keys():
                     self._asked_at[scope] = time.monotonic()
-                else:
-                    values |= _unpack(news)
+                values |= news
             return values.get(key)
 
     def forget(self, scope: str) -> None:
@@ -284,8 +284,8 @@ class Relay(StepServer):
             self.cache.pop(scope, None)
 
 
-def _unpack(news: bytes) -> dict[str, bytes]:
-    sizes, _, content = news.partition(b"\n")
+def _unpack(news: bytes | None) -> dict[str, bytes]:
+    sizes, _, content = (news or b"[]\n").partition(b"\n")
     values, at = {}, 0
     for key, size in json.loads(sizes):
         values[key] = content[at : at + size]
