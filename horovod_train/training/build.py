@@ -40,7 +40,7 @@ from horovod_train.training.steps.histograms import check_names, find_layers
 from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
 from horovod_train.training.steps.shares import Rows, Shares
 from horovod_train.training.steps.step import EvalStep, Seeds, TrainStep
-from horovod_train.training.steps.trial import Tried, check_variables, try_outputs, try_step
+from horovod_train.training.steps.trial import Tried, check_variables, make_metrics, try_outputs, try_step
 from horovod_train.training.stopping import BestTracker, EarlyStopping
 from horovod_train.training.sync import SyncParts, build_strategy
 
@@ -285,6 +285,8 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     rows = _rows(config, group, compiled, train, training=True)
     # Before the trial, which shows what they refuse, and after it, because names are not losses before.
     shares = _take_on_losses(model, Shares(group))
+    if not compiled.own:
+        make_metrics(model, train.scaled_spec, rows.data_of)
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
     shares, losses = _take_on_losses(model, shares), _losses(model)

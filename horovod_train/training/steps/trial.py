@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,23 @@ def try_step(
     return Tried(
         trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses), bool(figures)
     )
+
+
+def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) -> None:
+    """Have Keras make the metrics that a model was compiled with, which it makes when it has a batch and its outputs.
+
+    A trial that makes them is done twice, and traces the backward pass each time.
+    """
+
+    def trace(records: Any) -> None:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data_of(records))
+        outputs = model(x, training=False)
+        model.compute_loss(x, y, outputs, weights)
+        model.compute_metrics(x, y, outputs, weights)
+
+    # What is wrong with the model, its losses or metrics, the trial says.
+    with suppress(Exception):
+        tf.function(trace, autograph=False).get_concrete_function(spec)
 
 
 def _refuse_text(function: Any, spec: Any, method: str) -> None:
