@@ -129,6 +129,7 @@ class CheckpointStore(Store):
         self._last_whole: Path | None = None
         self._has_warned_of_link = False
         self._failure: str | None = None
+        self._said = ""
         self._unexpected_error: Exception | None = None
         try:
             self.checkpoints.clear_leftovers()
@@ -214,11 +215,13 @@ class CheckpointStore(Store):
             self._failed_saves += 1
             self.given_up = self._why_given_up(last)
             then = "The run ends" if self.given_up else "The next save tries again"
-            log.warning(f"{self._failure}. The last good one: {last}. {then}.")
+            said, self._said = self._said, f"{self._failure}. The last good one: {last}. {then}."
+            if self._said != said:  # the end of a run tries once more
+                log.warning(self._said)
         except Exception as error:
             self._unexpected_error = error  # the thread has no caller: wait() raises it
         else:
-            self._failure, self._last_whole = None, self.checkpoints.path_of(facts.step)
+            self._failure, self._said, self._last_whole = None, "", self.checkpoints.path_of(facts.step)
             self.given_up, self._failed_saves = None, 0
             self._write_s = time.perf_counter() - self._began
             self._remove_old(facts)

@@ -573,6 +573,8 @@ def test_a_run_ends_after_so_many_failed_saves_in_a_row(run: Run) -> None:
         f"2 saves in a row have failed (checkpoint.max_failed_saves): {failure}. The last good one: none. "
         "See to the disk, then start again."
     )
+    run.save(5)  # as the end of the run does, which says nothing new
+    assert run.said.count(run.said[-1]) == 1
 
 
 def test_a_run_trains_on_after_any_number_of_failed_saves_if_it_is_asked_to(run: Run) -> None:
