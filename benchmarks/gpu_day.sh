@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# The first day with a GPU, on a machine that has an NVIDIA driver and Python but no network: brings the project there
+# in pieces, and runs what gpu_day.py lists.
+#
+#   gpu_day.sh pack [--cpu] DIR      where there is a network: downloads wheels, compiles Horovod with NCCL, and writes
+#                                    DIR: pieces, their checksums, and these scripts. Carry DIR to the machine.
+#   gpu_day.sh pack DIR FOLDER       the same with what is already in FOLDER; downloads and compiles nothing
+#   DIR/benchmarks/gpu_day.sh install DIR      there: checks and joins the pieces, and makes DIR/venv from them
+#   DIR/benchmarks/gpu_day.sh --out OUT        there: runs the steps, in at most 25 minutes; results in OUT/results.json
+#   gpu_day.sh --cpu --out OUT       the same steps, tiny, without a GPU. gpu_day.py --help lists further options
+#
+# Settings of pack: PYTHON (python3: the machine must have the same version), PIECE_MIB (60: at most so much in a file),
+# HOROVOD_BUILD_CUDA_CC_LIST (90: the compute capabilities to compile for). --cpu packs neither CUDA nor NCCL.
+# Horovod is compiled without MPI: ranks meet over gloo.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$here")
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+fail() {
+    echo "error: gpu_day: $*" >&2
+    exit 2
+}
+
+pack() {
+    local cpu='' dir folder work
+    if [[ ${1:-} == --cpu ]]; then
+        cpu=--cpu
+        shift
+    fi
+    dir=${1:?gpu_day.sh pack DIR: the folder to write} folder=${2:-}
+    [[ ! -e $dir ]] || fail "$dir exists; name a folder that does not."
+    work=$(mktemp -d)
+    # shellcheck disable=SC2064  # the folder of now
+    trap "rm -rf '$work'" EXIT
+    if [[ -z $folder ]]; then
+        folder=$work/wheels
+        collect "$cpu" "$folder" "$work"
+    fi
+    mkdir -p "$dir/benchmarks"
+    cp -r "$here"/* "$dir/benchmarks/"
+    tar -C "$folder" -cf - . | split --bytes="${PIECE_MIB:-60}M" --numeric-suffixes --suffix-length=3 - "$dir/piece-"
+    (cd "$dir" && sha256sum piece-* > SHA256SUMS)
+    echo "$dir: $(find "$dir" -name 'piece-*' | wc -l) pieces, $(du -sh "$dir" | cut -f 1)"
+}
+
+collect() { # --cpu FOLDER WORK: put into FOLDER all wheels that the machine needs
+    local cpu=$1 wheels=$2 work=$3 python=$3/venv/bin/python cuda
+    local pip=("$python" -m pip --quiet) tensorflow=tensorflow
+    [[ -n $cpu ]] || tensorflow='tensorflow[and-cuda]'
+    "${PYTHON:-python3}" -m venv "$work/venv"
+    "${pip[@]}" install --constraint "$root/constraints.txt" pip 'cmake>=3.26,<4' setuptools wheel
+    # From a copy: setuptools builds in place.
+    mkdir "$work/source"
+    cp -r "$root"/{horovod_train,configs,pyproject.toml,README.md,LICENSE} "$work/source/"
+    "${pip[@]}" wheel --no-deps --wheel-dir "$wheels" "$work/source"
+    "${pip[@]}" download --constraint "$root/constraints.txt" --dest "$wheels" --prefer-binary \
+        "$(echo "$wheels"/horovod_train-*.whl)[images,profile]" "$tensorflow" cloudpickle packaging pip
+    "${pip[@]}" install --no-index --find-links "$wheels" "$tensorflow" horovod_train cloudpickle packaging
+    if [[ -z $cpu ]]; then # see docs/install.md
+        "${pip[@]}" install --target "$work/cuda" --no-deps \
+            nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
+        cuda=$work/cuda/nvidia/cu13
+        ln -s lib "$cuda/lib64"
+        ln -s libcudart.so.13 "$cuda/lib/libcudart.so"
+        export HOROVOD_CUDA_HOME=$cuda HOROVOD_GPU_OPERATIONS=NCCL
+        export HOROVOD_BUILD_CUDA_CC_LIST=${HOROVOD_BUILD_CUDA_CC_LIST:-90}
+    fi
+    (cd "$work" && "$python" -m horovod_train.main build-horovod --mpi none --cache "$work/cache")
+    cp "$work"/cache/horovod-*/*.whl "$wheels/"
+}
+
+unpack() { # DIR: check the pieces, and join them into DIR/wheels
+    local dir=$1 damaged
+    [[ -f $dir/SHA256SUMS ]] || fail "$dir/SHA256SUMS is missing; name the folder that pack has written."
+    damaged=$(cd "$dir" && sha256sum --check --quiet SHA256SUMS 2> /dev/null | cut -d : -f 1 | paste -s -d ' ') || true
+    [[ -z $damaged ]] || fail "$dir: damaged or missing: $damaged. Carry again what is named."
+    mkdir -p "$dir/wheels"
+    cat "$dir"/piece-* | tar -C "$dir/wheels" -xf -
+}
+
+install() { # DIR
+    local dir=${1:?gpu_day.sh install DIR: the folder that pack has written} tensorflow=tensorflow version python
+    unpack "$dir"
+    version=$(echo "$dir"/wheels/horovod-*.whl | sed -E 's/.*-cp3([0-9]+)-.*/3.\1/')
+    for python in "python$version" python3; do
+        [[ $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) != "$version" ]] || break
+        python=''
+    done
+    [[ -n $python ]] || fail "no Python $version is on PATH, for which the wheels are; pack with PYTHON=python3.N."
+    compgen -G "$dir/wheels/nvidia_nccl*" > /dev/null && tensorflow='tensorflow[and-cuda]'
+    "$python" -m venv --without-pip "$dir/venv" # Debian has ensurepip in a package of its own
+    "$dir/venv/bin/python" "$(echo "$dir"/wheels/pip-*.whl)/pip" install --quiet --no-index \
+        --find-links "$dir/wheels" pip "$tensorflow" 'horovod_train[images,profile]' horovod
+    "$dir/venv/bin/python" -m horovod_train.main --version
+}
+
+case ${1:-} in
+    pack | unpack | install) "$@" ;;
+    *)
+        for python in "$root/venv/bin/python" "$root/.venv/bin/python" "$(command -v python3)"; do
+            if [[ -x $python ]]; then break; fi
+        done
+        PATH=$(dirname "$python"):$PATH exec "$python" "$here/gpu_day.py" "$@"
+        ;;
+esac
