@@ -102,8 +102,11 @@ class Compiled:
         for weights in self.loss.class_weights.values():
             weights.check(schema)
         for target, outputs in self.label_counts(schema.targets).items():
-            classes = schema.features[target].classes if target in schema.features else None
-            if classes and classes > outputs:
+            feature = schema.features.get(target)
+            if feature is None or not feature.classes or feature.scale is not None:
+                continue
+            classes = feature.classes + int(feature.offset or 0)  # as the model gets them
+            if classes > outputs:
                 raise UserError(
                     f"loss: {target} has classes from 0 to {classes - 1}, as {schema.where} says; the model's output "
                     f"has {outputs} values, for classes from 0 to {outputs - 1}. Build the model with {classes} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -271,6 +272,15 @@ def test_classes_without_an_output_are_refused(name: str) -> None:
     )
     with pytest.raises(UserError, match=said):
         label_counts_of(loss, 5)
+
+
+def test_classes_are_counted_as_the_model_gets_them() -> None:
+    """As ImageNet's, which begin at 1 in the records."""
+    from_1 = replace(SCHEMA.features["y"], classes=11, offset=-1)
+    schema = replace(SCHEMA, features={**SCHEMA.features, "y": from_1})
+    assert label_counts_of(LossSpec(ENTROPY, LOGITS), 10, schema) == {"y": 10}
+    with pytest.raises(UserError, match="y has classes from 0 to 9"):
+        label_counts_of(LossSpec(ENTROPY, LOGITS), 9, schema)
 
 
 def test_classes_of_one_of_two_outputs_are_checked() -> None:
