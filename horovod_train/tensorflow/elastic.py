@@ -127,9 +127,8 @@ class CommittedState(State):
 
     def save(self) -> None:
         """Copy the variables and objects to this rank's memory."""
-        saved_objects = self._dump_objects()
-        self._saved_values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
-        self._saved_objects = saved_objects
+        values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
+        self._saved_values, self._saved_objects = values, self._dump_objects()
 
     def restore(self) -> None:
         """Set the variables and objects to what was saved last."""
