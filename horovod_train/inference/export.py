@@ -5,6 +5,7 @@ Knows no checkpoints and no command line; see commands/export.
 
 from __future__ import annotations
 
+import functools
 import json
 import zipfile
 from collections.abc import Sequence
@@ -49,11 +50,16 @@ def write_model(model: keras.Model, path: Path, class_names: Sequence[str] = ())
     except tf.errors.OpError as error:  # a SavedModel is written by TensorFlow's own C++
         raise OSError(reason(error)) from error
     _add_names(path, class_names)
-    sample = _sample(model)
-    if sample is None:
+    inputs = _inputs(model)
+    if inputs is None:
         return
+    sample = keras.tree.map_structure(_sample, inputs)
+    # Half precision rounds otherwise in a graph, and that adds up over the layers: compare graph with graph.
+    call = functools.partial(model, training=False)
+    if not is_keras:
+        call = tf.function(call, input_signature=[keras.tree.map_structure(_spec, inputs)], autograph=False)
     try:
-        expected = model(sample, training=False)
+        expected = call(sample)
     except tf.errors.InvalidArgumentError:
         return  # no suitable input can be made up, such as for a table lookup
     _compare(expected, serve(sample))
@@ -71,34 +77,36 @@ def _add_names(path: Path, class_names: Sequence[str]) -> None:
             file.write(text)
 
 
-def _sample(model: keras.Model) -> Any:
-    """Return two made-up records of the model's inputs; None if a subclassed model does not declare them."""
+def _inputs(model: keras.Model) -> Any:
+    """Return the structure of the model's inputs; None if a subclassed model does not declare them."""
     if not getattr(model, "inputs", None):
         return None
-    rng = np.random.default_rng(0)
-
-    def values(spec: Any) -> tf.Tensor:
-        shape = [2, *(size or _UNKNOWN_SIZE for size in spec.shape[1:])]
-        if spec.dtype == "string":
-            return tf.fill(shape, "text")
-        is_float = tf.as_dtype(spec.dtype).is_floating
-        return tf.cast(rng.uniform(-0.5, 0.5, shape) if is_float else np.ones(shape), spec.dtype)
-
     # A Sequential model has exactly one input and no input structure.
-    return (
-        values(model.inputs[0])
-        if isinstance(model, keras.Sequential)
-        else keras.tree.map_structure(values, model.input)
-    )
+    return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+
+
+def _spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _sample(tensor: keras.KerasTensor) -> tf.Tensor:
+    """Return made-up values for an input, for two records where the model leaves their number open."""
+    records, *sizes = tensor.shape
+    shape = [records or 2, *(size or _UNKNOWN_SIZE for size in sizes)]
+    if tensor.dtype == "string":
+        return tf.fill(shape, "text")
+    is_float = tf.as_dtype(tensor.dtype).is_floating
+    values = np.random.default_rng(0).uniform(-0.5, 0.5, shape) if is_float else np.ones(shape)
+    return tf.cast(values, tensor.dtype)
 
 
 def _compare(expected: Any, computed: Any) -> None:
     pairs = zip(keras.tree.flatten(expected), keras.tree.flatten(computed), strict=True)
     for number, pair in enumerate(pairs):
         model_output, output = (np.asarray(tf.cast(value, tf.float64)) for value in pair)
-        # Another graph may round in another order; half precision has 3 digits.
+        # The same operations on the same machine: equal, but for sums that a GPU adds in another order.
         is_close = model_output.shape == output.shape and np.allclose(
-            model_output, output, rtol=1e-2, atol=1e-2 * np.abs(model_output).max()
+            model_output, output, rtol=1e-3, atol=1e-3 * np.abs(model_output).max()
         )
         if not is_close:
             raise RunError(f"export: output {number} of the file is not that of the model; nothing was kept of it.")
