@@ -195,8 +195,10 @@ class Storage:
             text = str(error) or f"{length} bytes did not come within {within_s:.0f} s"
             raise TimeoutError(errno.ETIMEDOUT, text) from error
         except OSError as error:
-            if error.errno == errno.EINVAL and "pre-condition" in str(error):  # how s3fs says HTTP 412
-                raise changed(url, "another version of it is there") from error
+            # s3fs says HTTP 412 like this; gs answers 404 for a version that is gone.
+            is_changed = error.errno == errno.EINVAL and "pre-condition" in str(error)
+            if is_changed or (isinstance(error, FileNotFoundError) and url in self._versions):
+                raise changed(url, "the version that it had is not there any more") from error
             raise
         if len(data) != length:
             raise OSError(errno.EIO, f"{length} bytes expected at byte {offset}, {len(data)} came")
@@ -292,7 +294,7 @@ def _waited_for(system: Any, request: Callable[[], Any], within_s: float) -> Any
 
 _FETCH: Mapping[str, Fetch] = {"s3": _fetch_s3, "gs": _fetch_gs}
 _PINNED_BY = {"s3": "ETag", "gs": "generation"}
-"""What a driver calls the version of a file that a request may ask for. For one that is gone gs answers 404."""
+"""What a driver calls the version of a file that a request may ask for."""
 
 
 class FileSystem(NamedTuple):

@@ -78,7 +78,9 @@ def test_another_object_of_the_same_length_is_noticed_at_the_next_piece(server: 
     assert read(kept) == CONTENT[256:768]
     (tmp_path / "data" / "file").write_bytes(CONTENT[::-1])
     server.put(tmp_path / "data", "file")
-    with pytest.raises(UserError, match=rf"^{URL}: was changed while in use: another version of it is there\."):
+    with pytest.raises(
+        UserError, match=rf"^{URL}: was changed while in use: the version that it had is not there any more\."
+    ):
         kept.read(URL, 0, 10)
     assert read(kept) == CONTENT[::-1][256:768]  # who looks at it anew gets the new one
 

@@ -1,0 +1,91 @@
+"""Records in Google Cloud Storage: its driver, and an emulator of the service on this machine's loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from made_records import batches, config, make_images, pipeline
+
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # before the import: it asks the real service otherwise
+pytest.importorskip("gcp_storage_emulator")
+gcsfs = pytest.importorskip("gcsfs")
+
+from gcp_storage_emulator.handlers.buckets import create_bucket
+from gcp_storage_emulator.server import RequestHandler
+from gcp_storage_emulator.storage import Storage as Emulated
+
+from horovod_train.data.dataset import open_records
+from horovod_train.data.storage import Storage
+from horovod_train.errors import UserError
+
+BUCKET = "bucket"
+
+
+class Versioned(RequestHandler):
+    """Answers 404 where an older version is asked for, as the service does if it keeps none; the emulator would not."""
+
+    def do_GET(self) -> None:
+        asked = re.search(r"/b/([^/]+)/o/([^/?]+)\?.*\bgeneration=(\d+)", self.path)
+        if asked and self.storage.get_file_obj(asked[1], unquote(asked[2]))["generation"] != asked[3]:
+            self.send_error(404)
+        else:
+            super().do_GET()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A file system of gcsfs with an empty bucket."""
+    stored = Emulated(use_memory_fs=True)
+    create_bucket(BUCKET, stored)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Versioned, stored))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    yield gcsfs.GCSFileSystem(token="anon")
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def put(store: Any, folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.pipe(f"{BUCKET}/data/{path.relative_to(folder)}", path.read_bytes())
+
+
+def test_records_are_those_of_the_same_files_on_disk_in_the_same_order(store: Any, tmp_path: Path) -> None:
+    local = make_images(tmp_path / "data" / "train", (60, 7, 23))
+    put(store, local.parent)
+    remote = config(f"gs://{BUCKET}/data/train", index_dir=str(tmp_path / "indexes"))
+    assert open_records(remote, "train").digest == open_records(config(local), "train").digest
+    for found, expected in zip(batches(pipeline(remote), 1), batches(pipeline(config(local)), 1), strict=True):
+        assert np.array_equal(found.ids, expected.ids)
+        assert np.array_equal(found.inputs, expected.inputs)
+
+
+def test_an_object_put_in_its_place_with_the_same_length_is_refused(store: Any) -> None:
+    store.pipe(f"{BUCKET}/a", b"one version")
+    storage, url = Storage(retry_s=5), f"gs://{BUCKET}/a"
+    before = storage.stamp(url)
+    assert storage.read(url, 4, 7) == b"version"
+    store.pipe(f"{BUCKET}/a", b"two version")
+    with pytest.raises(UserError, match=rf"^{url}: was changed while in use: the version that it had is not there"):
+        storage.read(url, 0, 3)
+    assert Storage().stamp(url) != before
+
+
+def test_what_is_not_there_is_named(store: Any) -> None:
+    with pytest.raises((FileNotFoundError, UserError), match="gs://bucket/none"):
+        Storage(retry_s=5).stamp("gs://bucket/none")
