@@ -18,8 +18,9 @@ from made_records import batches, config, make_images, pipeline
 
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # before the import: it asks the real service otherwise
 pytest.importorskip("gcp_storage_emulator")
-gcsfs = pytest.importorskip("gcsfs")
+pytest.importorskip("gcsfs")
 
+import gcsfs
 from gcp_storage_emulator.handlers.buckets import create_bucket
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage as Emulated
