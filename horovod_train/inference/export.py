@@ -20,8 +20,8 @@ from horovod_train.checkpoint.manifest import reason
 from horovod_train.errors import RunError, UserError, one_line
 
 CLASS_NAMES = "class_names.json"
-_UNKNOWN_SIZE = 32
-"""Replaces sizes that a model leaves open in the test input."""
+_OPEN_SIZES = (32, 8, 1)
+"""Replace sizes that a model leaves open in the test input; the next one where an input is too long for the model."""
 
 
 def write_model(model: keras.Model, path: Path, class_names: Sequence[str] = ()) -> None:
@@ -53,16 +53,18 @@ def write_model(model: keras.Model, path: Path, class_names: Sequence[str] = ())
     inputs = _inputs(model)
     if inputs is None:
         return
-    sample = keras.tree.map_structure(_sample, inputs)
     # Half precision rounds otherwise in a graph, and that adds up over the layers: compare graph with graph.
     call = functools.partial(model, training=False)
     if not is_keras:
         call = tf.function(call, input_signature=[keras.tree.map_structure(_spec, inputs)], autograph=False)
-    try:
-        expected = call(sample)
-    except tf.errors.InvalidArgumentError:
-        return  # no suitable input can be made up, such as for a table lookup
-    _compare(expected, serve(sample))
+    for size in _OPEN_SIZES:
+        sample = keras.tree.map_structure(functools.partial(_sample, open_size=size), inputs)
+        try:
+            expected = call(sample)
+        except tf.errors.InvalidArgumentError:
+            continue  # if it is never suitable, such as for a table lookup, nothing is compared
+        _compare(expected, serve(sample))
+        return
 
 
 def _add_names(path: Path, class_names: Sequence[str]) -> None:
@@ -89,10 +91,10 @@ def _spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
     return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
-def _sample(tensor: keras.KerasTensor) -> tf.Tensor:
+def _sample(tensor: keras.KerasTensor, open_size: int) -> tf.Tensor:
     """Return made-up values for an input, for two records where the model leaves their number open."""
     records, *sizes = tensor.shape
-    shape = [records or 2, *(size or _UNKNOWN_SIZE for size in sizes)]
+    shape = [records or 2, *(size or open_size for size in sizes)]
     if tensor.dtype == "string":
         return tf.fill(shape, "text")
     is_float = tf.as_dtype(tensor.dtype).is_floating

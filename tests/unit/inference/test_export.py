@@ -117,6 +117,15 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
         write_model(keras.Sequential([keras.Input((3,)), layer]), tmp_path / "model.keras")
 
 
+def test_a_model_of_short_texts_is_compared_too(tmp_path: Path) -> None:
+    layer = Forgetful()
+    layer.gain = 3.0
+    tokens = keras.Input((None,), dtype="int32")
+    places = keras.layers.Embedding(8, 4)(keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1)
+    with pytest.raises(RunError, match="output 0 of the file is not that of the model"):
+        write_model(keras.Model(tokens, layer(places)), tmp_path / "model.keras")
+
+
 def test_a_layer_without_its_config_is_named_and_a_saved_model_needs_none(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((3,)), Unsaid(2.0)])
     with pytest.raises(UserError, match=r"cannot be made a Keras file: .* A SavedModel, --out DIR, needs no code"):
