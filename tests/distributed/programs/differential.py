@@ -1,4 +1,4 @@
-"""Trains the cases of differential_cases by the trainer on all ranks, and by `fit` in one process, and compares.
+"""Trains the cases of differential_cases by the trainer on all ranks, then each by `fit` on one of them, and compares.
 
 differential.py FOLDER [--equal-shares | --resumed] [CASE ...]: writes FOLDER/rank-N.json; without cases all. FOLDER
 "-": prints a table. --resumed compares with the same training in two parts instead: all is built anew after SAVED_AT
@@ -36,15 +36,19 @@ SAVED_AT = 3
 
 
 def main(words: list[str]) -> None:
-    facts_of = _resumed_facts if "--resumed" in words else _facts
     names = [word for word in words[1:] if not word.startswith("--")] or list(CASES)
     folder = Path(group.broadcast_object(tempfile.mkdtemp() if group.is_root else ""))
-    facts: dict[str, Any] = {}
-    for number, name in enumerate(names):
-        facts[name] = facts_of(name, group, folder, number % group.size)
-        if words[0] == "-" and group.is_root:
+    if "--resumed" in words:
+        facts = {name: _resumed_facts(name, group, folder) for name in names}
+    else:
+        trained = {name: _trained(name, group, folder) for name in names}
+        here = names[group.rank :: group.size]  # no rank waits for another before its last one
+        by_rank = group.gather({name: _compared(name, *trained[name]) for name in here})
+        facts = {name: found for each in by_rank for name, found in each.items()}
+    if words[0] == "-" and group.is_root:
+        for name in names:
             print(_line(name, facts[name]), flush=True)
-    if words[0] != "-":
+    elif words[0] != "-":
         leave(group.rank, {"cases": facts})
     group.close()
 
@@ -58,7 +62,7 @@ def _line(name: str, facts: dict[str, Any]) -> str:
     return f"{name:40s} {facts['weights']:8.1e}  apart {facts['apart']:8.1e}  {figures}"
 
 
-def _resumed_facts(name: str, group: WorkerGroup, folder: Path, _: int) -> dict[str, Any]:
+def _resumed_facts(name: str, group: WorkerGroup, folder: Path) -> dict[str, Any]:
     """Name the variables that end otherwise than without a resume, all that a checkpoint would hold."""
     case, ends, failure = CASES[name], [], ""
     try:
@@ -98,8 +102,8 @@ def _begin(config: Config, group: WorkerGroup) -> Components:
     return parts
 
 
-def _facts(name: str, group: WorkerGroup, folder: Path, fits: int) -> dict[str, Any]:
-    """fits: the rank that trains by `fit`."""
+def _trained(name: str, group: WorkerGroup, folder: Path) -> tuple[Config, dict[str, Any]]:
+    """Train a case on all ranks; return its config and the facts of it that need no `fit`."""
     case = CASES[name]
     config, failure, weights, ours = Config(), "", [], {}
     try:
@@ -110,7 +114,7 @@ def _facts(name: str, group: WorkerGroup, folder: Path, fits: int) -> dict[str, 
         trained = parts.train_step.figures.result(group)
         if parts.state.averages.are_of_optimizer:  # as `fit` ends
             parts.state.averages.put_in()
-        weights = [np.asarray(weight) for weight in parts.state.model.get_weights()]
+        weights = [np.asarray(weight).tolist() for weight in parts.state.model.get_weights()]
         ours = {**evaluate(parts, group), "training loss": trained.get("loss", 0.0)}
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
@@ -118,22 +122,27 @@ def _facts(name: str, group: WorkerGroup, folder: Path, fits: int) -> dict[str, 
             traceback.print_exc()
     failures = [each for each in group.gather(failure) if each]
     if failures:
-        return {"error": failures[0]}
-    assert config is not None
-    by_rank = group.gather(by_fit(case, config) if group.rank == fits else ([], {}))
-    expected_weights, theirs = by_rank[fits]
-    each_rank = group.gather([weight.tolist() for weight in weights])
+        return config, {"error": failures[0]}
+    apart = max(_difference(other, weights) for other in group.gather(weights))
+    return config, {"weights": weights, "apart": apart, "figures": ours}
+
+
+def _compared(name: str, config: Config, trained: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a case beside what `fit` finds in this process."""
+    if "error" in trained:
+        return trained
+    expected, theirs = by_fit(CASES[name], config)
     return {
-        "weights": _difference(weights, [np.asarray(weight) for weight in expected_weights]),
-        "apart": max(_difference([np.asarray(each) for each in other], weights) for other in each_rank),
-        "figures": {key: (value, theirs.get(key)) for key, value in ours.items()},
-        "missing": sorted(set(theirs) - set(ours)),
+        "weights": _difference(trained["weights"], expected),
+        "apart": trained["apart"],
+        "figures": {key: (value, theirs.get(key)) for key, value in trained["figures"].items()},
+        "missing": sorted(set(theirs) - set(trained["figures"])),
     }
 
 
-def _difference(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
+def _difference(got: list[Any], expected: list[Any]) -> float:
     """The largest difference relative to the largest entry of each weight."""
-    pairs = zip(got, expected, strict=True)
+    pairs = ((np.asarray(a), np.asarray(b)) for a, b in zip(got, expected, strict=True))
     return max((float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in pairs if a.size), default=0.0)
 
 
