@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from horovod_train.output.trackers.sender import Ended, Row
 from horovod_train.training.hooks import at
 
@@ -58,4 +60,12 @@ def _kill_group(run: Any, step: int) -> None:
         os.killpg(int(os.environ["GROUP_TO_KILL"]), signal.SIGKILL)
 
 
+def _kill_wandb_core(run: Any, step: int) -> None:
+    """Ends the process that sends what root logs to W&B."""
+    if run.group.rank == 0:
+        (core,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
+        core.kill()
+
+
 kill_group = at([6], _kill_group)
+kill_wandb_core = at([6], _kill_wandb_core)

@@ -245,3 +245,21 @@ def test_wandb_offline_has_one_run_with_every_step_once(digits: Path, tmp_path: 
     for split in ("train", "eval"):
         logged = [(each["step"], each[f"{split}/loss"]) for each in records if f"{split}/loss" in each]
         assert logged == [(row["step"], row["loss"]) for row in metrics_of(run_dir, split)]
+
+
+@pytest.mark.long
+def test_a_run_whose_wandb_process_is_killed_trains_the_same(digits: Path, tmp_path: Path) -> None:
+    if not CLIENTS.exists():
+        pytest.skip("make test-trackers installs W&B, and runs this")
+    alone = train([*words(digits, "csv"), "--output-dir", tmp_path / "alone"], launcher="horovodrun", np=2)
+    assert alone.returncode == 0, alone.text
+    killed = start(
+        digits, tmp_path / "run", "{name: wandb}", "hooks=user_trackers:kill_wandb_core", WANDB_MODE="offline"
+    )
+    assert killed.returncode == 0, killed.text
+    about = [line for line in killed.stdout.splitlines() if "log.trackers: wandb" in line]
+    assert len(about) == 2, killed.text
+    assert "cannot log step" in about[0]
+    assert "rows of metrics, which metrics.jsonl has." in about[1]
+    first, second = (summary_of(tmp_path / name)["weights_sha256"] for name in ("alone", "run"))
+    assert first == second
