@@ -62,6 +62,10 @@ class Part(NamedTuple):
         identical = tf.nest.map_structure(tf.identity, (self.batch, self.count))
         return self._replace(batch=identical[0], count=identical[1])
 
+    def rows_that_count(self) -> tf.Tensor:
+        """Return 1 for each row that is a record of this pass and 0 for the others, float32 [rows]."""
+        return self.batch.real * tf.cast(self.count > 0, tf.float32) if self.may_be_borrowed else self.batch.real
+
     @contextmanager
     def without_borrowed(self, variables: Sequence[tf.Variable]) -> Iterator[None]:
         """In the compiled step: set variables back after the block if the row is borrowed."""
@@ -90,7 +94,8 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
     if size.rows is not None:
         real = tf.ensure_shape(real, [size.rows])
     parts = []
-    passes_here = passes if size.rows is None else max(1, min(passes, size.rows))
+    # On several ranks as many as on the others, since passes may exchange.
+    passes_here = passes if size.rows is None or ranks > 1 else max(1, min(passes, size.rows))
     for number in range(passes_here):
         if size.rows is None:
             count = tf.size(real)
@@ -103,7 +108,7 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
             records = tf.constant(float(last - first))
         is_whole = ranks == passes == 1 and bool(size.rows)
         share = None if is_whole else tf.math.divide_no_nan(ranks * records, total)
-        may_be_borrowed = size.rows is None or size.rows == 0
+        may_be_borrowed = size.rows is None or first == last
         parts.append(Part(_gather(batch, indices), records, share, may_be_borrowed))
     return parts
 
@@ -186,7 +191,8 @@ class Shares:
     def of_all_ranks(self, loss: keras.losses.Loss, value: Any, values: Any, outputs: Any, weights: Any) -> Any:
         """Return the value of a loss times N · divisor here / divisor of all / share, if it is not divided by rows.
 
-        values: what the loss gave before its reduction; None: its `call` was not called.
+        Where the divisor of all is that of a pass among several, N is the sum of the ranks' shares in it instead: the
+        pass counts as its rows do. values: what the loss gave before its reduction; None: its `call` was not called.
         """
         if not self._in_step or values is None or loss.reduction in (None, "none") or not len(values.shape):
             return value
@@ -205,10 +211,11 @@ class Shares:
             return tf.zeros_like(value)
         divisor *= tf.cast(share > 0, tf.float32)
         if self.totals is None:
-            total = self.group.sum_in_step(divisor, exchange_name("loss.divisor"))
+            sums = self.group.sum_in_step(tf.stack([divisor, share]), exchange_name("loss.divisor"))
+            total, whole = tf.unstack(sums)
         else:
-            total = self.totals.pop(0)
-        factor = tf.math.divide_no_nan(self.group.size * divisor, total * share)
+            total, whole = self.totals.pop(0), tf.constant(float(self.group.size))
+        factor = tf.math.divide_no_nan(whole * divisor, total * share)
         return value * tf.cast(factor, value.dtype)
 
 

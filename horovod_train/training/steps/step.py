@@ -226,7 +226,7 @@ class TrainStep:
         with (
             part.without_borrowed(self._kept_variables),
             self.shares.of_pass(part.share, totals),
-            rows_that_count(part.batch.real, self.shares.share),
+            rows_that_count(part.rows_that_count(), self.shares.share),
             self._noting_losses() as losses,
         ):
             train_step = self._train_step_by_xla if self.jit_compile else self._model.train_step
@@ -423,9 +423,11 @@ def _compiled(run_steps: Callable[[Cursor, tf.Tensor, StepSize], Any], size: Ste
 
 def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:
     """Return a part that is computed after some gradients: to bound memory, and because passes exchange by one name."""
-    before = [tensor for tensor in tf.nest.flatten(gradients, expand_composites=True) if tensor is not None]
-    if not before:
+    tensors = [tensor for tensor in tf.nest.flatten(gradients, expand_composites=True) if tensor is not None]
+    if not tensors:
         return part
+    # A dependency on the call of a function, whose results they may be, would not wait for results, only for effects.
+    before = [tf.identity(tensor) for tensor in tensors]
     with tf.control_dependencies(before):
         return part.identity()
 

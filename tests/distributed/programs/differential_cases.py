@@ -320,6 +320,11 @@ CASES: dict[str, Case] = {
         weights_within=2e-5,
         figures_within=1e-4,
     ),
+    "BatchNormalization, synchronised, accumulated": Case(
+        dense(extra=(layers.BatchNormalization,)),
+        config={"train": {"sync_batch_norm": True, "accumulate_steps": 2}},
+        equal_on=(),
+    ),
     "layer with a scale": Case(dense(extra=(Scaling,))),
     "layer with a counter": Case(dense(extra=(Counting,))),
     "SpectralNormalization": Case(dense(extra=(lambda: layers.SpectralNormalization(layers.Dense(6)),))),

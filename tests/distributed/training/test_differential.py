@@ -25,6 +25,7 @@ IN_ONE_LAUNCH = 40
 ON_THREE_RANKS = [
     *("plain", "mask, mean_with_sample_weight, weights", "one loss for two outputs", "activity_regularizer, weights"),
     *("own train_step, weights", "class weights", "optimizer that holds another", "BatchNormalization, synchronised"),
+    "BatchNormalization, synchronised, accumulated",
     *("layer with a counter", "metrics of states that are no sums", "XLA, mask"),
 ]
 """One of each kind."""

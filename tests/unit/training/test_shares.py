@@ -72,6 +72,18 @@ def test_a_short_step_has_its_records_in_order_and_their_share(size: StepSize, p
     assert max(lengths) - min(lengths) <= 1
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_all_ranks_take_equally_many_passes(known: bool) -> None:
+    """Since a pass may exchange, such as in a synchronised BatchNormalization."""
+    for count in range(5):
+        found = parts([7, 8, 9, 10][:count] or [-1], StepSize(count, False) if known else ANY, 9, passes=4, ranks=2)
+        assert len(found) == 4
+        of_records = [each for each in found if float(each.count)]
+        assert [row for each in rows(of_records) for row in each] == [7, 8, 9, 10][:count]
+        assert sum(float(tf.reduce_sum(each.rows_that_count())) for each in found) == count
+        assert all(each.may_be_borrowed for each in found if not float(each.count))
+
+
 def test_lengths_are_static_where_the_plan_knows_them() -> None:
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch_of([1, 2, -1, -1], 2))
     found: list[tf.TensorShape] = []
@@ -95,12 +107,12 @@ def test_a_rank_without_records_borrows_a_row_with_share_0(size: StepSize) -> No
     assert part.may_be_borrowed
 
 
-def test_more_passes_than_records_borrow_a_row_each_where_only_the_data_tells() -> None:
-    """Where the plan tells, there are only as many passes as records."""
+def test_more_passes_than_records_borrow_a_row_each() -> None:
+    """On one rank whose plan tells, there are only as many passes as records."""
     found = parts([7, -1, -1, -1], ANY, total=4, passes=3, ranks=2)
     assert sorted(float(part.count) for part in found) == [0.0, 0.0, 1.0]
     assert sorted(shares(found)) == pytest.approx([0.0, 0.0, 0.5])
-    assert len(parts([7, -1, -1, -1], StepSize(1, is_full=False), total=4, passes=3, ranks=2)) == 1
+    assert len(parts([7, -1, -1, -1], StepSize(1, is_full=False), total=1, passes=3)) == 1
 
 
 def test_the_records_of_one_rank_alone_have_share_1_exactly() -> None:
@@ -203,7 +215,7 @@ def test_a_loss_without_divisors_of_all_ranks_exchanges_its_own() -> None:
 
     def total(value: tf.Tensor) -> tf.Tensor:
         sent.append(value)
-        return value + 3.0
+        return tf.add(value, [3.0, 0.75])
 
     shares = Shares(group_of(2, total))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -216,10 +228,29 @@ def test_a_loss_without_divisors_of_all_ranks_exchanges_its_own() -> None:
             return loss(tf.constant(TAGS), model(tf.constant(TOKENS))), sent.pop()
 
     value, divisor = value_of(tf.constant(1.25))
-    assert float(divisor) == np.count_nonzero(TOKENS)
-    assert float(value) == pytest.approx(plain * 2 * 11 / (14 * 1.25), rel=1e-6)
+    assert divisor.numpy().tolist() == [np.count_nonzero(TOKENS), 1.25]
+    assert float(value) == pytest.approx(plain * (1.25 + 0.75) * 11 / (14 * 1.25), rel=1e-6)
     value, divisor = value_of(tf.constant(0.0))
-    assert (float(value), float(divisor)) == (0.0, 0.0)
+    assert (float(value), divisor.numpy().tolist()) == (0.0, [0.0, 0.0])
+
+
+def test_passes_that_exchange_their_own_divisors_count_as_their_rows_do() -> None:
+    """So that two passes on the same rows together are one."""
+    model, shares = tagger(True), Shares(group_of(1))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    plain = float(loss(TAGS, model(TOKENS)))
+    shares.take_on(loss)
+
+    @tf.function(autograph=False)
+    def of_passes(parts: Sequence[float]) -> Any:
+        found = []
+        for part in parts:
+            with shares.of_pass(tf.constant(part)):
+                found.append(shares.scaled(loss(tf.constant(TAGS), model(tf.constant(TOKENS)))))
+        return tf.add_n(found)
+
+    for parts in ([0.5, 0.5], [0.25, 0.75]):
+        assert float(of_passes(parts)) == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
