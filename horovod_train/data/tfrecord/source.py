@@ -103,10 +103,18 @@ class TFRecordBlocks:
         """Read a block, as source.LoadBlock says."""
         file, count = self._index.files[self._index.file[block]], int(self._index.blocks.records[block])
         offset, length = int(self._index.offset[block]), int(self._index.blocks.bytes[block])
-        data = self._staged.load(file, block, offset, length)
-        if data is None:
-            data = self._read_file(file, offset, length)
-            self._staged.save(file, block, offset, data)
+        copy = self._staged.load(file, block, offset, length)
+        if copy is not None:
+            loaded = self._split(block, count, copy)
+            if not loaded.faults:
+                return loaded
+        # A copy whose file was removed by a clean-up, and then written to by a rank, has holes.
+        data = self._read_file(file, offset, length)
+        self._staged.save(file, block, offset, data)
+        return self._split(block, count, data)
+
+    def _split(self, block: int, count: int, data: bytes) -> LoadedBlock:
+        """Return the records of a block, and which of them are faulty."""
         table = tfrecord_framing.even_table(data, self._header)
         frames = tfrecord_framing.split(data, self._header) if table is None else tfrecord_framing.table_frames(table)
         records = [data[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]

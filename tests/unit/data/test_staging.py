@@ -186,3 +186,20 @@ def test_without_any_room_the_line_says_how_much_is_needed(
 def test_plain_files_need_no_room(tmp_path: Path, said: list[str]) -> None:
     Reader(TFRecords(open_index(write(tmp_path / "data", 1, packed=False))))
     assert said == []
+
+
+def test_a_copy_with_holes_is_read_from_the_source(tmp_path: Path) -> None:
+    """A clean-up has removed the copy, and the next rank has written its block alone into a new one."""
+    paths = write(tmp_path / "data", 1, packed=False, records=500)
+    index = open_index(paths)
+    assert len(index.blocks.records) > 1
+    every = np.arange(index.blocks.num_records)
+    first = Reader(TFRecords(index, str(tmp_path / "stage")))
+    assert not first.read(every)[1]
+    (copy,) = own_folder(tmp_path / "stage").glob("*/*.blocks")
+    with copy.open("r+b") as file:
+        file.write(bytes(int(index.blocks.bytes[0])))
+    found, faults = Reader(TFRecords(index, str(tmp_path / "stage"))).read(every)
+    assert not faults
+    assert split_records(found) == [b"0 %d" % record * 1000 for record in range(500)]
+    assert any(copy.read_bytes()[: int(index.blocks.bytes[0])])  # and is whole again
