@@ -356,7 +356,8 @@ def _find_running(run_dir: Path, watch_s: float) -> str | None:
 
 
 def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> str:
-    end = None if outcome.rank is None else stories[outcome.rank].end
+    story = None if outcome.rank is None else stories.get(outcome.rank)  # a rank may keep no log
+    end = story.end if story else None
     if outcome.state != "failed" or not summary or (end and end.get("step") is not None):
         return ""
     return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"

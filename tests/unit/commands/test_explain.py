@@ -185,6 +185,14 @@ def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
     assert shlex.join([*launch_command("mpirun", 3), "python", "-m"]) in found.next
 
 
+def test_a_rank_that_keeps_no_log_may_be_the_one_that_vanished(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, "mpirun")
+    summary(run)
+    run.logs[0].write("cause", "rank 7 (node9) disappeared: killed or out of memory?")
+    found = explain(tmp_path)
+    assert (found.state, found.rank) == ("disappeared", 7)
+
+
 def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
     lines = {"srun": "srun --mpi=none -n 3 python -m horovod_train.main", "flux": "flux run -n 3 python -m"}
     lines |= {"srun-pmix": "srun --mpi=pmix -n 3 python -m", "launch": "horovod_train.main launch -np 3 -- --config"}
