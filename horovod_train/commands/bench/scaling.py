@@ -29,7 +29,7 @@ from horovod_train.commands.cli import add_config, check_new, count, load_from_a
 from horovod_train.config.loader import dump
 from horovod_train.config.registry import import_extra
 from horovod_train.config.rules import resolve
-from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig
+from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig, LogConfig
 from horovod_train.distributed.launch.local import Way, best_way, launch_command, start_program, wait_for_all
 from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError, UserError
@@ -179,10 +179,10 @@ def measured_config(config: Config, steps: int) -> Config:
         config,
         train=train,
         data=dataclasses.replace(config.data, eval=()),
-        eval=EvalConfig(),
+        eval=EvalConfig(every_epochs=None if config.data.eval_fraction else EvalConfig.every_epochs),
         early_stopping=EarlyStoppingConfig(),
         checkpoint=CheckpointConfig(every_epochs=None, resume="never"),
-        log=dataclasses.replace(config.log, every_steps=max(1, steps // _LINES), tensorboard=False, progress="plain"),
+        log=LogConfig(every_steps=max(1, steps // _LINES), tensorboard=False, progress="plain"),
     )
 
 

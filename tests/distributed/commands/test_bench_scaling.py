@@ -11,7 +11,7 @@ import pytest
 from conftest import PROJECT, run_process
 
 from horovod_train.commands.bench.scaling import Measured, Point, measured_config, table
-from horovod_train.config.loader import load
+from horovod_train.config.loader import dump, load
 from horovod_train.main import main
 
 CONFIG = str(PROJECT / "configs" / "digits_convnet.yaml")
@@ -34,6 +34,16 @@ def test_nothing_but_training_is_measured() -> None:
     assert (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.best) == (None, None, None)
     for kept in ("model", "optimizer", "loss", "precision", "horovod"):
         assert getattr(config, kept) == getattr(given, kept)
+
+
+def test_what_a_run_does_besides_is_not_measured_and_not_in_its_way(tmp_path: Path) -> None:
+    besides = ["log.graph=true", "log.histograms_every_steps=5", "log.profile_at_steps=[3]", "log.trackers=[csv]"]
+    given, _ = load([CONFIG], ["data.train=a", "data.eval=[]", "data.eval_fraction=0.2", *besides])
+    (tmp_path / "c.yaml").write_text(dump(measured_config(given, 300)))
+    config, _ = load([str(tmp_path / "c.yaml")])
+    assert config.log.trackers == ()
+    assert config.eval.every_epochs is None
+    assert config.data.eval_fraction == 0.2  # the records of training are the same
 
 
 @pytest.mark.long
