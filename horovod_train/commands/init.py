@@ -117,7 +117,7 @@ def _table(arguments: argparse.Namespace) -> Draft:
         raise UserError(f"{arguments.path}: nothing is left to predict {target} from; expected two columns or more.")
     layers = []
     for name, column in inputs.items():
-        if column.dtype.kind == "U":
+        if column.dtype == object:
             texts = sorted(set(column.tolist()))
             if len(texts) > MOST_TEXTS:
                 raise UserError(
@@ -148,7 +148,7 @@ def _text(arguments: argparse.Namespace) -> Draft:
     lengths = {
         name: sum(map(len, column.tolist())) / len(column)
         for name, column in table.items()
-        if column.dtype.kind == "U" and name != target
+        if column.dtype == object and name != target
     }
     text = arguments.text or max(lengths, key=lambda name: lengths[name], default=None)
     if text not in lengths:
@@ -159,8 +159,9 @@ def _text(arguments: argparse.Namespace) -> Draft:
             f"{arguments.path}: expected classes in column {target}: texts, or at most {MOST_CLASSES} numbers from 0. "
             f"Give another with --target, of {', '.join(table)}."
         )
-    sentences = [_PUNCTUATION.sub("", sentence.lower()).split() for sentence in table[text].tolist()]
-    words = Counter(word for sentence in sentences for word in sentence)
+    # As bytes: TextVectorization knows no other capitals and blanks than those of ASCII.
+    sentences = [_PUNCTUATION.sub("", sentence).encode().lower().split() for sentence in table[text].tolist()]
+    words = Counter(word.decode() for sentence in sentences for word in sentence)
     vocabulary = "".join(f"{word}\n" for word, _ in words.most_common(MOST_WORDS))
     records = len(table[target])
     found = (
@@ -243,7 +244,7 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
 def _classes_of(column: np.ndarray) -> list[str]:
     """Return the names of the classes in a column of labels; none if its values are numbers to predict."""
     values = np.unique(column)
-    if column.dtype.kind == "U":
+    if column.dtype == object:
         return values.tolist() if 2 <= len(values) <= MOST_TEXTS else []
     is_counted = column.dtype.kind == "i" and 2 <= len(values) <= MOST_CLASSES and values[0] >= 0
     return [str(number) for number in range(int(values[-1]) + 1)] if is_counted and values[-1] < MOST_CLASSES else []
@@ -254,7 +255,7 @@ def _target_settings(column: np.ndarray) -> dict[str, Any]:
     names = _classes_of(column)
     if not names:
         return {"cast": "float32"}
-    return {"class_names": names} if column.dtype.kind == "U" else {"classes": len(names)}
+    return {"class_names": names} if column.dtype == object else {"classes": len(names)}
 
 
 def _outputs_of(schema: Schema) -> int | None:

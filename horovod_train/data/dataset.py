@@ -21,7 +21,14 @@ from horovod_train.data.random_access.images import UnlabelledImages, are_images
 from horovod_train.data.random_access.source import OpenStore, RandomAccessRecords, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.sampler import Order, Plan
-from horovod_train.data.schema import Schema, check_weight, dump_schema, find_schema, schema_of_names
+from horovod_train.data.schema import (
+    Schema,
+    check_same_classes,
+    check_weight,
+    dump_schema,
+    find_schema,
+    schema_of_names,
+)
 from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
 from horovod_train.data.storage import Storage
 from horovod_train.data.subsets import DataSet, Entry, Selection, fold_records, hold_out, mix, split_by_entry
@@ -252,6 +259,12 @@ def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
     Left to its default, data.inputs would mean other features where those have one more.
     """
     return config if config.inputs else dataclasses.replace(config, inputs=schema.inputs)
+
+
+def check_same_labels(records: Records, training: Records) -> None:
+    """Raise UserError if a label of the records stands for another class than in the training records."""
+    named = {name: feature.class_names for name, feature in records.schema.features.items()}
+    check_same_classes(training.schema, training.setting, named, records.setting)
 
 
 def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:

@@ -7,9 +7,10 @@ the settings of a feature fit together. Does not say how records are read or par
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -166,6 +167,20 @@ def _first_difference(first: Schema, other: Schema) -> str | None:
     if (first.inputs, first.targets) != (other.inputs, other.targets):
         return "inputs or targets"
     return None
+
+
+def check_same_classes(schema: Schema, where: str, named: Mapping[str, Sequence[str]], other: str) -> None:
+    """Raise UserError if a label stands for another class in other records. named: their classes by feature."""
+    for name, feature in schema.features.items():
+        expected, found = feature.class_names, tuple(named.get(name, ()))
+        if not expected or not found or expected == found:
+            continue
+        pairs = itertools.zip_longest(found, expected, fillvalue="no class")
+        number, (here, there) = next((number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise UserError(
+            f"{other}: {name} {number} is {here}; in {where} it is {there}, so labels would stand for other classes. "
+            "Give both the same classes in one order, also those of which one has no record."
+        )
 
 
 def check_weight(name: str | None, schema: Schema) -> None:

@@ -22,7 +22,15 @@ from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.batch_source import BatchSource
-from horovod_train.data.dataset import Records, Split, check_counts, scan_records, with_class_names_of, with_inputs_of
+from horovod_train.data.dataset import (
+    Records,
+    Split,
+    check_counts,
+    check_same_labels,
+    scan_records,
+    with_class_names_of,
+    with_inputs_of,
+)
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.source import difference, names_of
 from horovod_train.data.stream import StreamPipeline, open_stream
@@ -232,6 +240,9 @@ def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) ->
     for split in splits:
         opened[split] = scan_records(config, split, needs_labels=needs_labels)
         config = with_inputs_of(config, opened[split].schema)
+    first, *further = opened.values()
+    for records in further:
+        check_same_labels(records, first)
     return opened
 
 

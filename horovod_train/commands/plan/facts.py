@@ -18,7 +18,14 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, count_multiples, count_
 from horovod_train.checkpoint.manifest import Damaged, read_manifest
 from horovod_train.config.rules import resolve, weights_of_outputs
 from horovod_train.config.settings import Config
-from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records, with_inputs_of
+from horovod_train.data.dataset import (
+    Records,
+    build_plan,
+    check_room_to_shuffle,
+    check_same_labels,
+    open_records,
+    with_inputs_of,
+)
 from horovod_train.data.sampler import Plan, padding_share
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 
@@ -111,6 +118,7 @@ def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
     eval_records = None
     if config.data.eval:
         eval_records = open_records(with_inputs_of(config.data, records.schema), "eval")
+        check_same_labels(eval_records, records)
     batch = config.data.global_batch_size
     assert batch is not None
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)

@@ -68,7 +68,7 @@ def join_splits(
 
 def _feature(array: np.ndarray) -> Feature:
     shape, dtype = array.shape[1:], array.dtype
-    if dtype.kind in "SU":
+    if dtype.kind in "SUO":
         return Feature("bytes", shape)
     if dtype.kind == "f":
         return Feature("float", shape)
@@ -160,7 +160,7 @@ def _write_csv(arguments: argparse.Namespace) -> None:
 
 
 def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
-    """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError.
+    """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
 
     The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
     may have decimal commas. Columns of true and false, in any case, are 1 and 0.
@@ -187,7 +187,7 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
     table, point = {}, "," if separator == ";" else "."
     for name, cells in zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True):
         table[name] = _column(cells, point)
-        missing = _find_missing(cells, point) if table[name].dtype.kind == "U" else None
+        missing = _find_missing(cells, point) if table[name].dtype == object else None
         if missing is not None:
             raise UserError(
                 f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
@@ -209,17 +209,26 @@ def _column(cells: Sequence[str], point: str) -> np.ndarray:
         return numbers
     if {cell.lower() for cell in cells} <= _BOOLEANS.keys():
         return np.array([_BOOLEANS[cell.lower()] for cell in cells], np.int64)
-    return np.array(cells)
+    return np.array(cells, object)  # not numpy's own texts, of which each takes the room of the longest
 
 
 def _as_numbers(cells: Sequence[str], point: str) -> np.ndarray | None:
-    """Return cells as int64 or float32; None if some are no numbers. point: what stands before decimals."""
-    for dtype in (np.int64, np.float32):
-        try:
-            return np.array([cell.replace(point, ".") for cell in cells]).astype(dtype)
-        except (ValueError, OverflowError):
-            continue
-    return None
+    """Return cells as int64 or float32; None if some are no numbers. point: what stands before decimals.
+
+    Whole numbers that int64 does not hold are none: float32 would make one number of many.
+    """
+    if any("_" in cell for cell in cells):  # Python would leave it out
+        return None
+    try:
+        return np.array([int(cell) for cell in cells], np.int64)
+    except OverflowError:
+        return None
+    except ValueError:
+        pass
+    try:
+        return np.array([float(cell.replace(point, ".")) for cell in cells], np.float32)
+    except ValueError:
+        return None
 
 
 def _find_missing(cells: Sequence[str], point: str) -> int | None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,7 +108,8 @@ def write_once(folder: Path, schema: Schema, read: Callable[[], tuple[Splits, En
 def encode_rows(schema: Schema, arrays: Mapping[str, np.ndarray]) -> Encode:
     """Return what encodes the rows of arrays, one for each feature."""
 
-    def value(name: str, row: np.ndarray) -> bytes | np.ndarray:
+    def value(name: str, row: Any) -> bytes | np.ndarray:
+        row = np.asarray(row)  # an array of texts gives str
         if schema.features[name].decode == "raw":
             return np.ascontiguousarray(row, row.dtype.newbyteorder("<")).tobytes()
         return row.astype(np.int64) if row.dtype.kind == "b" else row

@@ -216,6 +216,12 @@ def _to_array(column: Any) -> np.ndarray:
         values = objects([None] * len(column))
         values[column.is_valid().to_numpy(zero_copy_only=False)] = objects(list(_to_array(column.drop_null())))
         return values
+    lacks = _rows_with_nulls(column)
+    if lacks.any():  # only these records are bad, not those that are read with them
+        values = objects([None] * len(column))
+        values[lacks] = objects([np.array(row, object) for row in column.filter(arrow.array(lacks)).to_pylist()])
+        values[~lacks] = objects(list(_to_array(column.filter(arrow.array(~lacks)))))
+        return values
     if arrow.types.is_fixed_size_list(kind):
         values = _to_array(column.flatten())
         return values.reshape(len(column), kind.list_size, *values.shape[1:])
@@ -224,6 +230,17 @@ def _to_array(column: Any) -> np.ndarray:
         ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
         return objects(np.split(values, ends[:-1]))
     return column.to_numpy(zero_copy_only=False)
+
+
+def _rows_with_nulls(column: Any) -> np.ndarray:
+    """Return for each row whether it, or a list in it, lacks a value."""
+    types, compute = _pyarrow().types, _pyarrow("pyarrow.compute")
+    lacks = np.asarray(column.is_null())
+    if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
+        ends = np.cumsum(compute.list_value_length(column).fill_null(0).to_numpy())
+        before = np.concatenate([[0], np.cumsum(_rows_with_nulls(column.flatten()))])
+        lacks = lacks | (before[ends] > before[np.concatenate([[0], ends[:-1]])])
+    return lacks
 
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -264,5 +281,5 @@ def is_hugging_face_folder(path: str, storage: Storage) -> bool:
 
 def _defaults(feature: Any, datasets: Any) -> dict[str, Any]:
     if isinstance(feature, datasets.ClassLabel):
-        return {"classes": feature.num_classes}
+        return {"class_names": feature.names}
     return {"decode": "image"} if isinstance(feature, datasets.Image) else {}

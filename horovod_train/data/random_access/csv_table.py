@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
-
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.random_access.images import read_file
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks, objects, single_blocks
@@ -28,20 +26,20 @@ class CSVTable(FileStore):
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
             column = self._columns[name]
-            if column.dtype.kind != "U":
+            if column.dtype != object:
                 raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
             paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
             for record, file in enumerate(paths):
                 if not os.path.isfile(file):
                     raise UserError(f"{path}: record {record}: {name}: {file} does not exist.")
-            self._columns[name] = np.array(paths)
+            self._columns[name] = objects(paths)
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
         records = len(next(iter(table.values())))
         if self._images:
             self.blocks = single_blocks(records, self.size / records)
         else:
-            self.blocks = even_blocks(records, sum(column.nbytes for column in self._columns.values()))
+            self.blocks = even_blocks(records, self.size)
 
     def read(self, first: int, last: int) -> Arrays:
         arrays = {name: column[first:last] for name, column in self._columns.items()}

@@ -68,10 +68,13 @@ def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         found = [numbers.get(text.strip()) for text in texts.ravel()]
         fits = texts.shape[1:] == feature.shape and None not in found
         return np.array(found, np.int64).reshape(texts.shape) if fits else None
-    if values.dtype == object and all(isinstance(value, np.ndarray) for value in values):
-        kinds = {(value.dtype, value.shape) for value in values}
-        if len(kinds) == 1 and values[0].dtype != object and values[0].shape == feature.shape:
-            values = np.stack(list(values))
+    if values.dtype == object and all(
+        isinstance(value, np.ndarray)
+        and value.shape == feature.shape
+        and _fits_dtype(value.dtype, feature.stored_dtype)
+        for value in values
+    ):
+        return np.stack([value.astype(feature.stored_dtype, copy=False) for value in values])
     if values.shape[1:] != feature.shape or not _fits_dtype(values.dtype, feature.stored_dtype):
         return None
     return values.astype(feature.stored_dtype, copy=False)
@@ -143,6 +146,8 @@ def _actual_form(values: np.ndarray) -> str:
     if isinstance(value, bytes | str) or values.dtype.kind in "SU":
         return _describe_type("text", values.shape[1:])
     array = np.asarray(value)
+    if array.dtype == object and any(part is None for part in array.ravel()):
+        return "a list that lacks a value"
     return _describe_type("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)
 
 

@@ -28,7 +28,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_different, paths_beside, save_to_first
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error, read_block
-from horovod_train.data.schema import Feature, Schema, parse_feature
+from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
 from horovod_train.errors import UserError
@@ -118,6 +118,9 @@ def open_described(
     if not nonempty:
         raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
     schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path, labels)
+    for store in nonempty[1:]:
+        named = {name: defaults.get("class_names", ()) for name, defaults in store.defaults.items()}
+        check_same_classes(schema, nonempty[0].path, named, store.path)
     if config.on_bad_record == "error":
         for store in nonempty:
             number, arrays = _first_record(store)

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from conftest import Finished, rank_environment, run_process, summary_of
@@ -183,6 +184,20 @@ def test_what_it_cannot_use_is_one_line_and_leaves_nothing(words: list[str], lin
     assert line in finished.stderr
     assert len(finished.stderr.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv", "nan.csv"]
+
+
+def test_words_are_found_as_the_layer_finds_them(tmp_path: Path) -> None:
+    """Capitals of other alphabets stay, and a no-break space parts no words: as the layer has it, which reads them."""
+    texts = ["Über uns!", "Привет, мир", "ÉCOLE\u00a0Été café", "Plain ENGLISH\tWords"]
+    lines = "".join(f'"{texts[n % 4]}",{"ab"[n % 2]}\n' for n in range(20))
+    (tmp_path / "a.csv").write_text(f"text,kind\n{lines}", encoding="utf-8")
+    finished = run_process([*MAIN, "init", "text", "a.csv", "--target", "kind"], cwd=tmp_path)
+    assert finished.returncode == 0, finished.text
+    layer = keras.layers.TextVectorization()
+    layer.adapt(texts)
+    assert set((tmp_path / "vocabulary.txt").read_text(encoding="utf-8").split("\n")[:-1]) == {
+        *layer.get_vocabulary(include_special_tokens=False)
+    }
 
 
 def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from horovod_train.data.files import hold_lock
 from horovod_train.data.prepare import digits, writing
 from horovod_train.data.prepare.digits import IMAGE_SCHEMA, load_digits, load_idx
 from horovod_train.data.prepare.samples import make_mlp_samples
+from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -188,6 +190,26 @@ def test_tables_become_records(tmp_path: Path) -> None:
     run(*source, "--eval-file", tmp_path / "e.csv", "--out", tmp_path / "separate")
     batch = batches(pipeline(config(tmp_path / "separate/eval"), training=False))[0]
     assert {name: values[0] for name, values in batch.inputs.items()} == {"a": 1, "b": 2.5, "c": b"z"}
+
+
+def test_cells_are_taken_for_no_other_numbers(tmp_path: Path) -> None:
+    big = 2**64 - 1
+    (tmp_path / "a.csv").write_text(f"a,b,c\n1_2,{big},7\n12,{big - 1},8\n")
+    table = load_table(str(tmp_path / "a.csv"))
+    assert table["a"].tolist() == ["1_2", "12"]
+    assert table["b"].tolist() == [str(big), str(big - 1)]
+    assert table["c"].dtype == np.int64
+
+
+def test_a_long_cell_does_not_make_the_others_long(tmp_path: Path) -> None:
+    rows = "".join(f"{'x' * (100_000 if n == 7 else 9)},{n}\n" for n in range(500))
+    (tmp_path / "a.csv").write_text(f"text,y\n{rows}")
+    tracemalloc.start()
+    table = load_table(str(tmp_path / "a.csv"))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 20 * len(rows)
+    assert len(table["text"][7]) == 100_000
 
 
 def test_image_folders_become_records(tmp_path: Path) -> None:

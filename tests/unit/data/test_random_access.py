@@ -28,6 +28,8 @@ from made_records import (
 from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, write_npy, write_parquet
 from user_sources import RECORDS, row
 
+from horovod_train.commands.plan.facts import open_outlook
+from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline
@@ -154,6 +156,54 @@ def test_classes_of_hugging_face_are_known_and_several_splits_refused(tmp_path: 
     assert open_records(data, "train").schema.features["kind"].classes == 3
     with pytest.raises(UserError, match=r"holds the splits test, train\. Name one of their folders\."):
         open_records(config(tmp_path / "all", targets=("kind",)), "train")
+
+
+@pytest.mark.parametrize(
+    "places", [{"train": ["0", "1"]}, {"train": ["0"], "eval": ["1"]}], ids=["of one split", "of both splits"]
+)
+def test_folders_of_hugging_face_that_number_other_classes_are_refused(
+    tmp_path: Path, places: dict[str, list[str]]
+) -> None:
+    for number, kinds in enumerate([["bird", "cat", "dog"], ["cat", "dog"]]):
+        made = datasets.Dataset.from_dict({"x": [0.5] * 6, "kind": [*kinds, kinds[0]] * 2 if number else kinds * 2})
+        made.class_encode_column("kind").save_to_disk(str(tmp_path / str(number)))
+    paths = {split: [str(tmp_path / name) for name in names] for split, names in places.items()}
+    words = [f"data.{split}=[{', '.join(each)}]" for split, each in paths.items()]
+    settings = load([], [*words, "data.targets=kind", "data.global_batch_size=2", "train.epochs=1"])[0]
+    with pytest.raises(UserError, match=r"kind 0 is cat; in .* it is bird, so labels would stand for other classes"):
+        open_outlook(settings, 1, None)
+
+
+def test_a_list_that_lacks_a_value_spoils_its_own_record_only(tmp_path: Path) -> None:
+    """Also where the numbers of all lists lie in one array, as Arrow keeps them."""
+    lists: list[Any] = [[float(n), n + 0.5] for n in range(10)]
+    lists[7] = [1.0, None]
+    nested: list[Any] = [[[n, n], [n, n + 1]] for n in range(10)]
+    nested[2] = [[1, 2], [None, 3]]
+    deep = pa.list_(pa.list_(pa.int64(), 2), 2)
+    columns = {"x": pa.array(lists, pa.list_(pa.float32())), "z": pa.array(lists, pa.list_(pa.float32(), 2))}
+    table = pa.table({**columns, "deep": pa.array(nested, deep), "y": list(range(10))})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    for name, values in {"x": lists, "z": lists, "deep": nested}.items():
+        bad = 2 if name == "deep" else 7
+        features = {"x": {"max_length": 2}} if name == "x" else {}
+        here = config(tmp_path / "a.parquet", shuffle=False, inputs=(name,), targets=("y",), features=features)
+        with pytest.raises(UserError, match=rf"record {bad}: feature {name}: .* holds a list that lacks a value"):
+            read(pipeline(here))
+        found = read(pipeline(dataclasses.replace(here, on_bad_record="skip")))
+        kept = [n for n in ids(found) if n >= 0]
+        assert kept == [n for n in range(10) if n != bad]
+        rows = np.concatenate([batch.inputs[batch.ids >= 0] for batch in found])
+        assert rows.tolist() == [values[n] for n in kept]
+
+
+def test_files_whose_numbers_have_other_widths_are_read_together(tmp_path: Path) -> None:
+    for name, kinds in {"a": (np.float32, np.int64), "b": (np.float64, np.int32)}.items():
+        np.savez(tmp_path / f"{name}.npz", x=np.full((6, 2), 0.5, kinds[0]), y=np.arange(6).astype(kinds[1]))
+    both = config(tmp_path, targets=("y",))
+    (batch,) = read(pipeline(both, batch=12))
+    assert sorted(batch.targets.tolist()) == sorted([*range(6)] * 2)
+    assert (batch.inputs == 0.5).all()
 
 
 @pytest.mark.parametrize("form", ["npy", "npz", "packed npz"])
