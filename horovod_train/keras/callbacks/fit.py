@@ -130,7 +130,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             broadcast_variables(self._without_local(variables), self.root_rank)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch, self._batches_done = epoch + 1, 0
+        self._epoch, self._batches_done, self._has_met = epoch + 1, 0, False
         self._planned_batches = batches_of_epoch(self.params["steps"], self._callbacks)
         plans = _gather_plans(self._epoch, _UNKNOWN if self._planned_batches is None else self._planned_batches)
         if len(set(plans)) > 1:
@@ -218,7 +218,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _check_epoch_is_complete(self) -> None:
         """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""
         done, planned = self._batches_done, self._planned_batches
-        if hvd.size() == 1 or planned is None or done >= planned:
+        if hvd.size() == 1 or planned is None or done >= planned or self._has_met:
             return
         progress = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
         if not self.model.stop_training:
@@ -226,6 +226,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         # A callback has stopped this rank, and may have stopped all the others at the same batch.
         if not _all_ranks_meet_within(_STOPPED_WITHIN_S):
             raise UserError(f"{progress}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
+        self._has_met = True  # once: some ranks may evaluate between here and the end of the epoch, and others not
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

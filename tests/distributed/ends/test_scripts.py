@@ -106,6 +106,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_after_the_same_batch(tm
     assert finished.stderr.count("the loss of rank 1 is not finite after batch 3; all ranks stop there.") == 1
 
 
+def test_all_ranks_may_stop_within_an_epoch_though_root_alone_evaluates(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "stops")
+    assert finished.returncode == 0, finished.text
+    assert re.findall(r"^(\d+) steps", finished.stdout, re.MULTILINE) == ["3", "3"]
+
+
 def test_a_callback_that_decides_may_be_on_one_rank_only(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "decides-alone")
     assert finished.returncode == 0, finished.text

@@ -123,6 +123,13 @@ class Differ(keras.callbacks.Callback):
 rows = 257 if TROUBLE.startswith("uneven") else 256
 x = np.random.default_rng(0).normal(size=(rows, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)
+
+
+def stop_after(batch: int, logs: Any = None) -> None:
+    """Stop all ranks in their third batch."""
+    model.stop_training = batch == 2
+
+
 x, y = (values[hvd.rank() :: hvd.size()] for values in (x, y))
 callbacks: list[Any] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
 if TROUBLE == "forgets":
@@ -151,6 +158,8 @@ elif TROUBLE == "decides":
     callbacks = [Differ(), callbacks[0], keras.callbacks.EarlyStopping("differs", patience=0, mode="min")]
 elif TROUBLE == "decides-alone":
     callbacks += [keras.callbacks.EarlyStopping("loss", patience=99)] if hvd.rank() == 0 else []
+elif TROUBLE == "stops":
+    callbacks = [callbacks[0], keras.callbacks.LambdaCallback(on_train_batch_end=stop_after)]
 elif TROUBLE == "uneven":
     callbacks.append(hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=3))
 elif TROUBLE == "decides-too-early":
@@ -165,6 +174,8 @@ epochs = 100_000 if TROUBLE == "trains-on" else 4
 own: Any = {"x": x, "y": y, "batch_size": 4, "shuffle": TROUBLE not in ("backs-up", "backs-up-on-root", "nan")}
 if TROUBLE == "takes-its-time":
     own = {"x": batches_of(x, y), "validation_data": batches_of(x[:24], y[:24]), "validation_freq": 4}
+if TROUBLE == "stops" and hvd.rank() == 0:
+    own["validation_data"] = (x, y)
 history = model.fit(epochs=epochs, verbose=0, callbacks=callbacks, **own)
 print(f"rank {hvd.rank()}: {len(history.epoch)} epochs", flush=True)
 print(f"{int(optimizer.iterations)} steps", flush=True)
