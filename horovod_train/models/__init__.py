@@ -105,7 +105,7 @@ def _refuse_ignored(model: keras.Model, name: str) -> None:
             f"model.name: {name} returns a {kind} that overrides {', '.join(methods)}, which the trainer does not "
             "call: `predict` writes the outputs of call(). Put it there, and leave this method out."
         )
-    if model.compiled and overridden(model, ["compile"]) and not overridden(model, OWN_TRAINING):
+    if model.compiled and overridden(model, ["compile"]) and not overridden(model, ["train_step"]):
         raise UserError(
             f"model.name: {name} returns a {kind} compiled by a compile() of its own, whose arguments are not known. "
             "Leave it out, and give loss, metrics and optimizer in the config; or give the model a train_step."

@@ -135,6 +135,26 @@ def test_a_compiled_model_is_taken() -> None:
     assert build_model(Spec(f"{__name__}:own", {"compiled": True})).compiled
 
 
+def own_compile(method: str) -> keras.Model:
+    """A model whose compile() takes another argument, and which has one more method of its own."""
+
+    def compile_by_rate(model: keras.Model, rate: float) -> None:
+        keras.Model.compile(model, keras.optimizers.Adam(rate), "mse")
+
+    model = type("Own", (Own,), {method: lambda self, *_, **__: {}, "compile": compile_by_rate})()
+    model(keras.Input((4,)))
+    model.compile(0.01)
+    return model
+
+
+@pytest.mark.parametrize("method", sorted({*OWN_TRAINING, *OWN_EVALUATION} - {"train_step"}))
+def test_a_compile_of_its_own_without_a_train_step_is_refused(method: str) -> None:
+    """Its optimizer is not known, so that another would train the model."""
+    with pytest.raises(UserError, match=r"returns a Own compiled by a compile\(\) of its own, whose arguments are not"):
+        build_model(Spec(f"{__name__}:own_compile", {"method": method}))
+    assert build_model(Spec(f"{__name__}:own_compile", {"method": "train_step"})).compiled
+
+
 def test_a_model_that_only_computes_its_outputs_is_taken() -> None:
     assert build_model(Spec(f"{__name__}:own")).built
 
