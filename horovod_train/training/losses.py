@@ -27,10 +27,13 @@ def smoothed_sparse_categorical_crossentropy(
 ) -> tf.Tensor:
     """Return the cross-entropy of logits [..., classes] with labels [...], with smoothing spread over all classes.
 
+    Labels may be [..., 1] too, as for Keras' own loss.
     (1 − ε) · CE(label) + ε · mean over classes k of CE(k), ε = label_smoothing. Szegedy et al. 2016 (arXiv:1512.00567),
     section 7, also the source of ε = 0.1. Returns float32 [...].
     """
     refuse_logits(outputs, "smoothed_sparse_categorical_crossentropy")
+    if len(targets.shape) == len(outputs.shape) and targets.shape[-1] == 1:
+        targets = tf.squeeze(targets, axis=-1)
     log_probabilities = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
     one_hot = tf.one_hot(tf.cast(targets, tf.int32), outputs.shape[-1])
     of_label = tf.reduce_sum(one_hot * log_probabilities, axis=-1)

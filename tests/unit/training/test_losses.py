@@ -33,6 +33,15 @@ def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
     assert abs(float(ours) - float(build_loss(Spec(**ENTROPY)).loss(LABELS, LOGITS))) > 1e-2
 
 
+@pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=str)
+def test_labels_with_a_last_axis_of_length_1_are_the_same_labels(shape: tuple[int, ...]) -> None:
+    """As for Keras' own loss: [rows, 1] with logits [rows, classes]."""
+    logits, labels = tf.reshape(LOGITS, (*shape, 5)), tf.reshape(LABELS, shape)
+    for spec in (Spec("smoothed_sparse_categorical_crossentropy"), Spec(**ENTROPY)):
+        loss = build_loss(spec).loss
+        assert float(loss(labels[..., None], logits)) == pytest.approx(float(loss(labels, logits)), abs=1e-6)
+
+
 def test_a_loss_for_each_output_has_its_weight_and_its_target() -> None:
     terms = {"one": {**ENTROPY, "weight": 0.25}, "other": {**ENTROPY, "target": "one"}}
     chosen = build_loss(Spec("per_output", terms))
