@@ -70,9 +70,10 @@ class Failure:
     def _note_record(self, batch: Batch, labels: Mapping[str, int]) -> None:
         targets = batch.targets if isinstance(batch.targets, dict) else {"": batch.targets}
         outside = [
-            _any_of_row((targets[name] < 0) | (targets[name] >= tf.cast(count, targets[name].dtype)))
+            _any_of_row((label < 0) | (label >= count))
             for name, count in labels.items()
             if name in targets and targets[name].dtype.is_integer
+            for label in [tf.cast(targets[name], tf.int64)]  # uint8 cannot hold every count
         ]
         rows = tf.shape(batch.ids)
         found = tf.zeros(rows, tf.int32)
@@ -178,6 +179,19 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     return tf.math.is_finite(tf.add_n(squares))
 
 
+def variables_are_finite(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    """Return whether all floating-point variables are free of NaN and infinity, as `nonfinite_names` finds them.
+
+    Looks at their squares first, and at each number only if those are not finite: a large number is finite.
+    """
+    values = [variable.read_value() for variable in variables if variable.dtype.is_floating]
+
+    def look() -> tf.Tensor:
+        return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))
+
+    return tf.constant(True) if not values else tf.cond(are_finite(values), lambda: tf.constant(True), look)
+
+
 def small_gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
     """Return the values of the small gradients, at least one: what is looked at in each step.
 
@@ -207,7 +221,7 @@ def restored_if_nonfinite(variables: Sequence[tf.Variable], checked: Sequence[tf
     before = [variable.read_value() for variable in variables]
     yield
     if checked:
-        _restore_if(tf.logical_not(are_finite(checked)), variables, before)
+        _restore_if(tf.logical_not(variables_are_finite(checked)), variables, before)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
 from horovod_train.keras_seams import loss_tracker, mask_of, set_mask
-from horovod_train.training.nonfinite import are_finite, restored_if, restored_if_nonfinite
+from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
 from horovod_train.training.steps.optimizers import Update, add_lists
@@ -157,7 +157,7 @@ class TrainStep:
         )
         trained = self.state.finite([as_tf_variable(each) for each in self.state.model.trainable_variables])
         if trained and not self.update.holds_back:
-            continues = tf.logical_and(continues, are_finite([variable.read_value() for variable in trained]))
+            continues = tf.logical_and(continues, variables_are_finite(trained))
         return cursor, (continues, ids.stack())
 
     def _wait(self, take: Callable[[], Batch]) -> Batch:

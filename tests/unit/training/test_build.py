@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -18,11 +19,13 @@ from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.build import Training, build_evaluation, build_training
+from horovod_train.training import build as training_build
+from horovod_train.training.build import Training, build_evaluation, build_state, build_training
 from horovod_train.training.compiled import compile_model
+from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.steps import figures
 from horovod_train.training.steps.optimizers import optimizers_in
-from horovod_train.training.steps.step import EvalStep
+from horovod_train.training.steps.step import EvalStep, TrainStep
 
 ALONE = WorkerGroup(
     rank=0, size=2, local_rank=0, local_size=1, launcher="none", exchange="none", hosts=("", ""), devices=()
@@ -76,8 +79,46 @@ def evaluate(batches: Pipeline, model: keras.Model, **sections: Any) -> EvalStep
     return build_evaluation(config, ALONE, compile_model(config, model, None), batches)
 
 
+class OfOneRank:
+    """In place of a GradientExchange, which needs Horovod: there is no other rank."""
+
+    def combine_each(self, gradients: Any, name: str) -> list[Any]:
+        return list(gradients)
+
+    def combining(self, name: str) -> Any:
+        return lambda gradients, variables, _: self.combine_each(gradients, name)
+
+
+@pytest.fixture
+def stepping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainStep]:
+    """(batches, model, **sections of the config) → what trains the model in one process."""
+    monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
+
+    def step(batches: Pipeline, model: keras.Model, **sections: Any) -> TrainStep:
+        config, group = build(Config, {"model": "users:model"} | sections, ""), replace(ALONE, size=1, hosts=("",))
+        training = build_training(config, group, compile_model(config, model, Horizon(16, 5, 10)), batches)
+        return training.make_step(build_state(config, group, model, training, {}))
+
+    return step
+
+
 def rate_of(training: Training) -> float:
     return float(training.optimizers.learning_rates["learning_rate"])
+
+
+def test_a_run_whose_weights_are_large_but_finite_continues(
+    batches: Pipeline, stepping: Callable[..., TrainStep]
+) -> None:
+    """Float32 cannot hold their squares. A weight that is not finite ends the call."""
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.dense.kernel.assign(tf.fill((16, 10), 1e19))
+    step = stepping(batches, model)
+    _, continues, _ = step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
+    assert continues
+    assert not nonfinite_names({"kernel": model.dense.kernel.value})  # by which an error would name it
+    model.dense.kernel.assign(tf.fill((16, 10), float("inf")))
+    _, continues, _ = step.run(batches.batches(0, 1, epochs=1), 1, batches.size_of(1))
+    assert not continues
 
 
 def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> None:

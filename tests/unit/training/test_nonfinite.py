@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from horovod_train.data.batch_source import Batch
-from horovod_train.training.nonfinite import Failure
+from horovod_train.training.nonfinite import Failure, nonfinite_names, variables_are_finite
 
 
 class Group:
@@ -84,9 +85,9 @@ NAN, INF = math.nan, math.inf
 GOOD: dict[str, Any] = {"inputs": [0.0] * 4, "targets": [0.0] * 4, "weights": [1.0] * 4}
 
 
-def note(failure: Failure, ids: list[int], **values: Any) -> None:
-    parts = {name: tf.constant(part) for name, part in {**GOOD, **values}.items()}
-    labels = {"": 5} if parts["targets"].dtype.is_integer else {}
+def note(failure: Failure, ids: list[int], outputs: int = 5, **values: Any) -> None:
+    parts = {name: tf.convert_to_tensor(part) for name, part in {**GOOD, **values}.items()}
+    labels = {"": outputs} if parts["targets"].dtype.is_integer else {}
     batch = Batch(**parts, ids=tf.constant(ids, tf.int64), count=tf.constant(4, tf.int64))
     noted = tf.function(failure.note, autograph=False)
     noted(tf.constant(7, tf.int64), tf.constant(True), tf.constant(NAN), tf.constant(0), batch, labels)
@@ -111,6 +112,16 @@ def test_a_record_that_is_to_blame_is_named_in_place_of_the_rate(values: dict[st
     assert "base_lr" not in line
 
 
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.int8, tf.uint16, tf.int64], ids=lambda dtype: dtype.name)
+def test_labels_are_compared_with_more_outputs_than_their_dtype_can_count(dtype: tf.DType) -> None:
+    """1000 is 232 in uint8, and -24 in int8."""
+    failure = Failure()
+    note(
+        failure, [11, 12, 13, 14], 1000, targets=tf.constant([0, 1, 127, dtype.max if dtype.size == 1 else 999], dtype)
+    )
+    assert "lower lr_schedule.base_lr" in said(failure, FINE)
+
+
 def test_a_record_is_named_as_its_source_names_it() -> None:
     failure = Failure()
     failure.name_record = lambda record, problem: f"a.csv:{record}: {problem}."
@@ -133,3 +144,12 @@ def test_without_a_bad_record_the_rate_is_advised(values: dict[str, Any]) -> Non
     failure = Failure()
     note(failure, [11, -1, 13, -14], **values)
     assert "lower lr_schedule.base_lr" in said(failure, FINE)
+
+
+@pytest.mark.parametrize("worst", [1.0, 1e19, 3e38, INF, -INF, NAN], ids=str)
+def test_the_look_at_all_variables_finds_what_the_names_do(worst: float) -> None:
+    values = np.full((1000, 10), 1e18, np.float32)
+    values[3, 4] = worst
+    variables = {"kernel": tf.Variable(values), "bias": tf.Variable([1.0]), "counter": tf.Variable(1)}
+    look = tf.function(lambda: variables_are_finite(list(variables.values())), autograph=False)
+    assert bool(look()) == (not nonfinite_names(variables)) == math.isfinite(worst)
