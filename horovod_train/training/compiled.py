@@ -34,6 +34,8 @@ _OF_THE_OPTIMIZER = (
     *("optimizer", "lr_schedule", "train.clip_norm", "train.weight_decay_1d", "train.weight_decay_exclude"),
 )
 """Settings of the optimizer that the trainer builds or changes."""
+_OF_ONE_OPTIMIZER = ("lr_schedule", "train.clip_norm", "optimizer.lr_multipliers")
+"""Those by which the trainer changes a compiled optimizer, but not a MultiOptimizer."""
 SHORT = ("accuracy", "acc", "crossentropy", "ce")
 """Names that stand for another metric by the shapes of targets and outputs, as in `compile`."""
 
@@ -250,11 +252,27 @@ def _prepare_optimizer(
     config: Config, model: keras.Model, horizon: Horizon, *, is_compiled: bool
 ) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
     """Return the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
+    if is_compiled:
+        _refuse_for_several(config, model.optimizer, _OF_ONE_OPTIMIZER)
     optimizer = _change_optimizer(config, model, horizon) if is_compiled else build_optimizer(config, horizon)
+    _refuse_for_several(config, optimizer, ("optimizer.lr_multipliers",))
     multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
     slots = AverageSlots(optimizer)
     limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
     return optimizer, slots
+
+
+def _refuse_for_several(config: Config, optimizer: keras.optimizers.Optimizer, keys: Sequence[str]) -> None:
+    """Raise UserError for settings that a MultiOptimizer would not follow, because others update the weights for it."""
+    kind = getattr(keras.optimizers, "MultiOptimizer", None)  # Keras 3.5 has none
+    if kind is None or not isinstance(getattr(optimizer, "inner_optimizer", optimizer), kind):
+        return
+    for key in keys:
+        if lookup(config, key) != lookup(Config(), key):
+            raise UserError(
+                f"{key}: has no effect on a MultiOptimizer, because the optimizers inside it update the weights. Leave "
+                "it out, and give those what it stands for, such as global_clipnorm or another learning_rate."
+            )
 
 
 def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:

@@ -92,8 +92,9 @@ class Optimizers:
         for path, optimizer in self.by_path.items():
             try:
                 rates[path] = optimizer.learning_rate
-            except AttributeError:  # a MultiOptimizer has those of the optimizers inside it
-                rates |= {f"{path}.{inner.name}": inner.learning_rate for inner in _inside_optimizer(optimizer)}
+            except AttributeError:  # a MultiOptimizer, perhaps in a loss scale, has those of the optimizers inside it
+                inside = [inner for inner in _inside_optimizer(optimizer) if hasattr(inner, "learning_rate")]
+                rates |= {f"{path}.{inner.name}": inner.learning_rate for inner in inside}
         if len(rates) == 1:
             return {"learning_rate": next(iter(rates.values()))}
         return {f"{path}_learning_rate": rate for path, rate in rates.items()}

@@ -178,6 +178,30 @@ def test_rates_of_several_optimizers_have_their_names(batches: Pipeline) -> None
     assert rates == {"optimizer_learning_rate": 0.25, "second_learning_rate": 0.5}
 
 
+def by_variable(*, scaled: bool = False) -> keras.optimizers.Optimizer:
+    """Another optimizer for kernels than for biases. scaled: in a LossScaleOptimizer."""
+    choice = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.5), {".*kernel": keras.optimizers.Adam(0.25)})
+    optimizer = keras.optimizers.MultiOptimizer(choice)
+    return keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+
+
+def built_by_variable(learning_rate: Any) -> keras.optimizers.Optimizer:
+    """As a config names it."""
+    return by_variable()
+
+
+def compiled_by_variable(*, scaled: bool = False) -> keras.Model:
+    model = made(compiled=False)
+    model.compile(by_variable(scaled=scaled), auto_scale_loss=False)
+    return model
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["alone", "in a loss scale"])
+def test_rates_of_a_multi_optimizer_are_those_inside_it(batches: Pipeline, scaled: bool) -> None:
+    rates = train(batches, compiled_by_variable(scaled=scaled)).optimizers.learning_rates
+    assert sorted(float(rate) for rate in rates.values()) == [0.25, 0.5]
+
+
 def test_averages_are_those_of_the_optimizer_of_compile(batches: Pipeline) -> None:
     """Another optimizer of the model's own may overwrite weights with its averages, which stay its own."""
     model = made(compiled=False)
@@ -362,6 +386,15 @@ class Applying(Own):
         return {"loss": self.loss_of(data)}
 
 
+OF_ONE_OPTIMIZER: dict[str, dict[str, Any]] = {
+    "train.clip_norm": {"train": {"clip_norm": 1.0}},
+    "optimizer.lr_multipliers": {"optimizer": {"lr_multipliers": {"dense": 10.0}}},
+    "lr_schedule": {"lr_schedule": {"warmup_epochs": 1.0}},
+}
+BY_VARIABLE: dict[str, Callable[[], keras.Model]] = {
+    "": compiled_by_variable,
+    " in a loss scale": lambda: compiled_by_variable(scaled=True),
+}
 REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
     "XLA": (
         made,
@@ -383,6 +416,16 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(_with_two(Own())),
         {"lr_schedule": {"base_lr": 1.0}},
         "lr_schedule: has no effect",
+    ),
+    **{
+        f"{key} of a MultiOptimizer{in_scale}": (build_model, sections, f"{key}: has no effect on a MultiOptimizer")
+        for key, sections in OF_ONE_OPTIMIZER.items()
+        for in_scale, build_model in BY_VARIABLE.items()
+    },
+    "multipliers of a MultiOptimizer of a function": (
+        lambda: made(compiled=False),
+        {"optimizer": {"name": "test_build:built_by_variable", "lr_multipliers": {"dense": 10.0}}},
+        "optimizer.lr_multipliers: has no effect on a MultiOptimizer",
     ),
     "no dict": (
         lambda: made(Own(3.0)),
