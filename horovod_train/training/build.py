@@ -327,6 +327,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
             labels=compiled.label_counts(
                 [*train.scaled_spec.targets] if isinstance(train.scaled_spec.targets, dict) else [""]
             ),
+            assigned=tried.assigns,
             max_skips_in_a_row=max_skips,
             placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
         )

@@ -97,6 +97,8 @@ class TrainStep:
     """Whether XLA compiles the forward and the backward pass, and nothing else."""
     labels: Mapping[str, int] = field(default_factory=dict)
     """Of targets that are labels, for how many of those the model has outputs; "" for a single target."""
+    assigned: Sequence[tf.Variable] = ()
+    """What the model's step changes besides its optimizers: weights, trained or not, and states of metrics."""
     max_skips_in_a_row: int = 0
     """Non-finite updates to skip before `run` ends; 0: end at the first.
 
@@ -318,9 +320,10 @@ class TrainStep:
         """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing."""
         total = self.rows.total(batch, "histograms.count")
         (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
-        changed = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds]
+        known = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds, *self.assigned]
+        changed = {variable.ref(): variable for variable in known}
         totals = self._total_divisors([part])
-        with restored_if(tf.constant(True), changed):
+        with restored_if(tf.constant(True), list(changed.values())):
             result = self._collect(part, totals, is_function=False)
         return result.gradients
 

@@ -15,6 +15,7 @@ from made_records import make_images, pipeline
 
 from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
+from horovod_train.data.batch_source import Batch
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
@@ -24,6 +25,7 @@ from horovod_train.training.build import Training, build_evaluation, build_state
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.steps import figures
+from horovod_train.training.steps.histograms import Summaries
 from horovod_train.training.steps.optimizers import optimizers_in
 from horovod_train.training.steps.step import EvalStep, TrainStep
 
@@ -328,6 +330,44 @@ def test_what_the_forward_pass_assigns_is_known(batches: Pipeline) -> None:
     norm.trainable = False
     model = compiled("sparse_categorical_crossentropy", norm)
     assert train(batches, model).forward_state.variables == []
+
+
+class Teaching(Own):
+    """Its step moves a weight that is trained, another that is not, and the state of a metric."""
+
+    def __init__(self) -> None:
+        super().__init__(before=self.teach)
+        self.teacher = self.add_weight(shape=(10,), name="teacher")
+        self.steps = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="steps")
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def teach(self, model: Any) -> Any:
+        self.teacher.assign(0.9 * self.teacher + 0.1)
+        self.steps.assign(self.steps + 1)
+        self.seen.update_state(1.0)
+        return 0.0 * ops.sum(self.teacher)
+
+
+def test_histograms_leave_all_that_a_step_assigns_as_it_was(
+    batches: Pipeline, stepping: Callable[..., TrainStep]
+) -> None:
+    model = made(Teaching())
+    step = stepping(batches, model)
+    variables = [*model.variables, *step.update.optimizers.variables]
+
+    def values() -> list[Any]:
+        return [variable.numpy().tolist() for variable in variables]
+
+    def first_batch() -> Batch:
+        return batches.scaled(next(batches.batches(0, epochs=1)))
+
+    before = values()
+    shown = Summaries(step.rows.group, step, first_batch, batches.size_of(0), {}).compute()
+    assert f"gradients/{model.dense.kernel.path}" in shown
+    assert values() == before
+    step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
+    moved = {variable.path for variable, old, new in zip(variables, before, values(), strict=True) if old != new}
+    assert {model.teacher.path, model.steps.path} <= moved
 
 
 ACCEPTED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
