@@ -402,6 +402,8 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
     known = [*model.variables, *metrics, *optimizers.all_variables]
     check_variables(tried.reads if own_step else tried.assigns, known, "train_step uses", "model.name")
+    if not own_step and tried.shape_of_losses is not None:
+        _check_is_reduced(model, tried.shape_of_losses)
     if own_step and config.jit_compile:
         raise UserError(
             "jit_compile: has no effect, because the model trains by its own train_step, in which the exchange of "
@@ -421,6 +423,22 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
         )
     if compiled.slots is None:
         _check_averages_are_read(optimizers)
+
+
+def _check_is_reduced(model: keras.Model, shape: Sequence[Any]) -> None:
+    """Raise UserError for a loss of several numbers, which Keras' train_step adds up: ranks average what they compute.
+
+    shape: of what `compute_loss` returned.
+    """
+    names = [loss.name for loss in compiled_losses(model) if loss.reduction in (None, "none")]
+    if names:
+        lead = f"{', '.join(names)} has no reduction, and gives"
+        advice = "Write reduction: sum for their sum, or leave reduction out for their mean"
+    elif [*shape] == [1] * len(shape):
+        return
+    else:
+        lead, advice = "the model's compute_loss gives", "Return their sum or their mean"
+    raise UserError(f"loss: {lead} numbers of shape {list(shape)}, which fit adds up; expected one number. {advice}.")
 
 
 def _check_averages_are_read(optimizers: Optimizers) -> None:

@@ -47,6 +47,8 @@ class Tried:
     """How it changes them, by the id of their handle; see updates_in."""
     calls_compute_loss: bool
     calls_compute_metrics: bool
+    shape_of_losses: list[Any] | None = None
+    """The shape of what `compute_loss` returned, if that is not one number."""
 
 
 def try_step(
@@ -64,13 +66,14 @@ def try_step(
     """
     trials: list[dict[str, Source]] = []
     losses: list[Any] = []
+    several: list[Any] = []
     figures: list[Any] = []
 
     def trace(records: Any) -> None:
         with (
             applied(),
             noting_results(metrics_in(model)) as source_of,
-            noting_loss(model, losses.append),
+            noting_loss(model, losses.append, several.append),
             _refusing_pairs(metrics_in(model)),
             _noting_metrics(model, figures.append),
         ):
@@ -95,7 +98,13 @@ def try_step(
     _check_draws(function, method, where)
     _refuse_text(function, spec, method)
     return Tried(
-        trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses), bool(figures)
+        trials[0],
+        list(function.variables),
+        assigned_by(function),
+        updates_in(function),
+        bool(losses),
+        bool(figures),
+        list(several[0].shape) if several else None,
     )
 
 
@@ -146,15 +155,17 @@ def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
     return tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), function.structured_outputs)
 
 
-def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Inside the block, pass what the model's `compute_loss` returns to `note`, if it is one number."""
+def noting_loss(
+    model: keras.Model, note: Callable[[Any], None], note_several: Callable[[Any], None] = lambda loss: None
+) -> AbstractContextManager[None]:
+    """Inside the block, pass what `compute_loss` returns to `note`, or to `note_several` if it is not one number."""
 
     def noting(_: keras.Model, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         def compute_and_note(*args: Any, **kwargs: Any) -> Any:
             with tf.name_scope("loss_function"):
                 loss = compute_loss(*args, **kwargs)
-            if tf.is_tensor(loss) and not loss.shape.rank:
-                note(loss)
+            if tf.is_tensor(loss):
+                (note_several if loss.shape.rank else note)(loss)
             return loss
 
         return compute_and_note

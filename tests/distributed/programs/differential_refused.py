@@ -180,6 +180,17 @@ REFUSED: dict[str, Case] = {
         dense(optimizer=lambda: optimizers.SGD(0.1, clipnorm=1.0)),
         train={"clip_norm": 1.0},
     ),
+    "loss without a reduction": refused("which fit adds up", dense(differential_cases.reduced("none"))),
+    "loss of the config without a reduction": refused(
+        "mean_squared_error has no reduction",
+        dense(),
+        loss={"name": "mean_squared_error", "options": {"reduction": "none"}},
+    ),
+    "clipping of a MultiOptimizer": refused(
+        "train.clip_norm: has no effect on a MultiOptimizer",
+        dense(optimizer=lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.1)))),
+        train={"clip_norm": 1.0},
+    ),
     "schedule upon a schedule": refused(
         "lr_schedule.base_lr",
         dense(optimizer=lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))),

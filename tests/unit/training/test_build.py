@@ -311,6 +311,61 @@ def test_a_loss_of_pairs_of_records_is_one_line(batches: Pipeline) -> None:
         train(batches, compiled(Squared(name="squared"), layers.Dense(1)))
 
 
+class Values(keras.losses.Loss):
+    """Without a reduction. mean: whether its `call` gives the mean of the batch."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__(name="values", reduction=None)
+        self.mean = mean
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        values = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+        return ops.mean(values) if self.mean else values
+
+
+class OwnLoss(Plain):
+    """A number for each record."""
+
+    def compute_loss(self, *args: Any, y: Any = None, y_pred: Any = None, **more: Any) -> Any:
+        y, y_pred = args[1:3]
+        return keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+
+
+OF_EACH_RECORD: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
+    "of the config": (
+        lambda: compiled(None),
+        {"loss": {"name": ENTROPY["name"], "options": {"from_logits": True, "reduction": "none"}}},
+        "loss: sparse_categorical_crossentropy has no reduction, and gives numbers of shape [8]",
+    ),
+    "compiled": (lambda: compiled(Values(False)), {}, "loss: values has no reduction, and gives numbers of shape [8]"),
+    "a compute_loss": (lambda: made(OwnLoss()), {}, "loss: the model's compute_loss gives numbers of shape [8]"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH_RECORD)
+def test_a_loss_that_fit_adds_up_over_the_batch_is_one_line(batches: Pipeline, name: str) -> None:
+    build_model, sections, expected = OF_EACH_RECORD[name]
+    with pytest.raises(UserError) as error:
+        train(batches, build_model(), **sections)
+    assert expected in str(error.value)
+    assert "fit adds up; expected one number" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_without_a_reduction_that_gives_one_number_is_taken(batches: Pipeline) -> None:
+    assert train(batches, compiled(Values(True))).knows_loss
+
+
+def test_a_train_step_may_average_what_compute_loss_gives_for_each_record(batches: Pipeline) -> None:
+    class Averaging(Own):
+        def loss_of(self, data: Any) -> Any:
+            return ops.mean(self.compute_loss(data[0], data[1], self(data[0])))
+
+    model = made(Averaging(), compiled=False)
+    model.compile(keras.optimizers.SGD(0.25), Values(False))
+    assert train(batches, model).optimizers.by_path
+
+
 def test_l2_is_added_to_the_regularizer_of_matrices_only(batches: Pipeline) -> None:
     """½ λ Σ W², as tf.nn.l2_loss; and to what a matrix has."""
     model = compiled("sparse_categorical_crossentropy")
