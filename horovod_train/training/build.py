@@ -287,10 +287,11 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     shares = _take_on_losses(model, Shares(group))
     if not compiled.own:
         make_metrics(model, train.scaled_spec, rows.data_of)
+    penalties = _add_l2(model, config.train.l2)
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
+    _check_l2_is_read(penalties, compiled)
     shares, losses = _take_on_losses(model, shares), _losses(model)
-    _add_l2(model, config.train.l2)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
     needs_divisors = bool(losses) and (config.jit_compile or config.train.accumulate_steps > 1)
@@ -483,11 +484,26 @@ def _take_on_losses(model: keras.Model, shares: Shares) -> Shares:
     return shares
 
 
-def _add_l2(model: keras.Model, l2: float) -> None:
-    """Add l2 · ½ Σ W² to the regularizer of each trained matrix; ½ Σ W² is tf.nn.l2_loss."""
+def _add_l2(model: keras.Model, l2: float) -> list[_Sum]:
+    """Add l2 · ½ Σ W² to the regularizer of each trained matrix, and return those; ½ Σ W² is tf.nn.l2_loss."""
+    penalties = []
     for variable in model.trainable_variables if l2 else ():
         if len(variable.shape) > 1:
             variable.regularizer = _Sum(variable.regularizer, keras.regularizers.L2(l2 / 2))
+            penalties.append(variable.regularizer)
+    return penalties
+
+
+def _check_l2_is_read(penalties: Sequence[_Sum], compiled: Compiled) -> None:
+    """After the trial of a step: raise UserError if it has read none of the penalties, so that l2 would do nothing."""
+    if not penalties or any(penalty.is_read for penalty in penalties):
+        return
+    own = "train_step" in compiled.own
+    step = "train_step neither calls compute_loss nor reads" if own else "compute_loss does not read"
+    raise UserError(
+        f"train.l2: has no effect, because the model's own {step} self.losses. Add sum(self.losses) to its loss, or "
+        "leave train.l2 out."
+    )
 
 
 class _Sum(keras.regularizers.Regularizer):
@@ -495,8 +511,11 @@ class _Sum(keras.regularizers.Regularizer):
 
     def __init__(self, first: Callable[[Any], Any] | None, second: Callable[[Any], Any]) -> None:
         self._first, self._second = first, second
+        self.is_read = False
+        """Whether anything has computed it, as `losses` of a layer does."""
 
     def __call__(self, x: Any) -> Any:
+        self.is_read = True
         return self._second(x) if self._first is None else self._first(x) + self._second(x)
 
 

@@ -324,11 +324,27 @@ class Values(keras.losses.Loss):
 
 
 class OwnLoss(Plain):
-    """A number for each record."""
+    """mean: whether it gives one number, or one for each record."""
 
-    def compute_loss(self, *args: Any, y: Any = None, y_pred: Any = None, **more: Any) -> Any:
-        y, y_pred = args[1:3]
-        return keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+    def __init__(self, mean: bool = True) -> None:
+        super().__init__()
+        self.mean = mean
+
+    def compute_loss(self, *args: Any, **more: Any) -> Any:
+        return Values(self.mean)(*args[1:3])
+
+
+class Averaging(Own):
+    """Takes the mean of what compute_loss gives."""
+
+    def loss_of(self, data: Any) -> Any:
+        return ops.mean(self.compute_loss(data[0], data[1], self(data[0])))
+
+
+def averaging(loss: Any) -> keras.Model:
+    model = made(Averaging(), compiled=False)
+    model.compile(keras.optimizers.SGD(0.25), loss)
+    return model
 
 
 OF_EACH_RECORD: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
@@ -338,7 +354,7 @@ OF_EACH_RECORD: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]]
         "loss: sparse_categorical_crossentropy has no reduction, and gives numbers of shape [8]",
     ),
     "compiled": (lambda: compiled(Values(False)), {}, "loss: values has no reduction, and gives numbers of shape [8]"),
-    "a compute_loss": (lambda: made(OwnLoss()), {}, "loss: the model's compute_loss gives numbers of shape [8]"),
+    "a compute_loss": (lambda: made(OwnLoss(False)), {}, "loss: the model's compute_loss gives numbers of shape [8]"),
 }
 
 
@@ -357,13 +373,7 @@ def test_a_loss_without_a_reduction_that_gives_one_number_is_taken(batches: Pipe
 
 
 def test_a_train_step_may_average_what_compute_loss_gives_for_each_record(batches: Pipeline) -> None:
-    class Averaging(Own):
-        def loss_of(self, data: Any) -> Any:
-            return ops.mean(self.compute_loss(data[0], data[1], self(data[0])))
-
-    model = made(Averaging(), compiled=False)
-    model.compile(keras.optimizers.SGD(0.25), Values(False))
-    assert train(batches, model).optimizers.by_path
+    assert train(batches, averaging(Values(False))).optimizers.by_path
 
 
 def test_l2_is_added_to_the_regularizer_of_matrices_only(batches: Pipeline) -> None:
@@ -427,7 +437,8 @@ def test_histograms_leave_all_that_a_step_assigns_as_it_was(
 
 ACCEPTED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "accumulating": (lambda: made(), {"train": {"accumulate_steps": 2}}),
-    "l2": (lambda: made(), {"train": {"l2": 0.1}}),
+    "l2": (lambda: made(Own(before=lambda model: sum(model.losses))), {"train": {"l2": 0.1}}),
+    "l2 by compute_loss": (lambda: averaging(Values(True)), {"train": {"l2": 0.1}}),
     "histograms": (lambda: made(), {"log": {"histograms_every_steps": 2}}),
     "skipping": (lambda: made(), {"train": {"non_finite": "skip"}}),
     "stale": (lambda: made(), {"train": {"synchronization": "stale"}}),
@@ -505,6 +516,16 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         made,
         {"loss": ENTROPY},
         "loss: has no effect, because the model's own train_step does not call compute_loss, and there is no data.eval",
+    ),
+    "l2 that nothing adds": (
+        made,
+        {"train": {"l2": 0.1}},
+        "train.l2: has no effect, because the model's own train_step neither calls compute_loss nor reads self.losses",
+    ),
+    "l2 that a compute_loss leaves out": (
+        lambda: made(OwnLoss()),
+        {"train": {"l2": 0.1}},
+        "train.l2: has no effect, because the model's own compute_loss does not read self.losses",
     ),
     "metrics that nothing computes": (made, {"metrics": ["mean"]}, "metrics: has no effect, because the model's own"),
     "rate of two": (
