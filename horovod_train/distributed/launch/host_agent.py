@@ -17,13 +17,9 @@ import threading
 import time
 
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
-from horovod_train.distributed.launch.started_ranks import Ended, StartedRanks, start_here
+from horovod_train.distributed.launch.started_ranks import SAVE_WITHIN_S, Ended, StartedRanks, start_here
 from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr
-
-SAVE_WITHIN_S = 300.0
-"""How long ranks may take to save and end after the launch is gone; then they are killed. A large checkpoint to a busy
-file server takes minutes."""
 
 
 def main() -> int:

@@ -14,8 +14,10 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -34,9 +36,13 @@ SSH_LOST = 255
 """What ssh ends with if it cannot reach the host, or reaches it no longer."""
 OTHERS_END_AFTER_LOSS_S = 5.0
 """The same where a host is lost: ranks elsewhere wait for it in vain, and can save nothing more."""
+SAVE_WITHIN_S = 300.0
+"""How long ranks may take to save and end after the launch, or the shell that started them, is gone; then they are
+killed. A large checkpoint to a busy file server takes minutes."""
 AGENT_ENDS_WITHIN_S = 5.0
 POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
+_SHELLS = {"sh", "bash", "dash", "ash", "busybox", "ksh", "mksh", "zsh", "fish", "csh", "tcsh"}
 
 
 @dataclass(frozen=True)
@@ -54,31 +60,60 @@ class Ended:
 
 
 class Started:
-    """One process of a start."""
+    """One process of a start. A rank may be a shell script: what it starts is in its process group, and ends with it.
+
+    What it moves to another group does not.
+    """
 
     def __init__(self, kind: Kind, name: str, process: subprocess.Popen[bytes]) -> None:
         self.kind, self.name, self.process = kind, name, process
+        self._asked: set[psutil.Process] = set()
+        """The processes of a rank that have been asked to end. A second SIGINT would end them unsaved."""
+        self._kill_at: float | None = None
+        self._is_over = False
+        """Whether nothing is left of a rank: its number may then belong to other processes."""
 
     def send(self, number: int) -> None:
         """Pass a signal on to every rank that still runs. mpirun itself would answer some by killing its ranks."""
-        if self.process.poll() is not None:
+        if self.kind == "rank" and number == signal.SIGKILL:
+            self._kill_group()
+        elif self.process.poll() is not None:
             return
-        if self.kind == "rank":
-            self.process.send_signal(number)
+        elif self.kind == "rank":
+            self._send_to_each(_with_children_of_shells(self.process.pid), number)
         elif self.kind == "host":
             self._tell_agent(number)
         else:
             for rank in psutil.Process(self.process.pid).children():
-                try:
+                with suppress(psutil.NoSuchProcess):
                     rank.send_signal(number)
-                except psutil.NoSuchProcess:
-                    continue
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a rank has got a signal."""
+        return bool(self._asked)
+
+    def end_rest(self) -> bool:
+        """Return whether something is left of a rank that has ended. Asks it once to end; kills it after a while."""
+        if self.kind != "rank" or self._is_over or self.process.poll() is None:
+            return False
+        left = _members(self.process.pid)
+        if not left:
+            self._is_over = True
+            return False
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + (SAVE_WITHIN_S if self._asked else OTHERS_END_WITHIN_S)
+        self._send_to_each([process for process in left if process not in self._asked], signal.SIGTERM)
+        if time.monotonic() > self._kill_at:
+            self._kill_group()
+        return True
 
     def kill(self) -> None:
         """Kill the ranks that still run, and wait for the end of the process."""
-        if self.process.poll() is None:
-            if self.kind != "rank":
-                self.send(signal.SIGKILL)
+        if self.kind == "rank":
+            self._kill_group()
+        elif self.process.poll() is None:
+            self.send(signal.SIGKILL)
             if self.kind == "host":
                 try:
                     self.process.wait(AGENT_ENDS_WITHIN_S)
@@ -86,7 +121,18 @@ class Started:
                     self.process.kill()
             else:
                 self.process.kill()
-            self.process.wait()
+        self.process.wait()
+
+    def _send_to_each(self, processes: Sequence[psutil.Process], number: int) -> None:
+        for process in processes:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        self._asked.update(processes)
+
+    def _kill_group(self) -> None:
+        if not self._is_over:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def _tell_agent(self, number: int) -> None:
         assert self.process.stdin is not None
@@ -95,6 +141,39 @@ class Started:
             self.process.stdin.flush()
         except OSError:  # its host is lost; ssh will end
             return
+
+
+def _with_children_of_shells(leader: int) -> list[psutil.Process]:
+    """Return a process; and if it is a shell, what it has started, because a shell passes no signal on.
+
+    Not what other programs have started: a rank needs the processes that load its data until it has saved.
+    """
+
+    def walk(process: psutil.Process) -> Iterator[psutil.Process]:
+        yield process
+        with suppress(psutil.Error):
+            if Path(process.exe()).name in _SHELLS:
+                for child in process.children():
+                    if os.getpgid(child.pid) == leader:
+                        yield from walk(child)
+
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        return list(walk(psutil.Process(leader)))
+    return []
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """Return the processes of a group that run. Those that have ended may stay there: process 1 must collect them."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return []
+    members = []
+    for number in psutil.pids():
+        with suppress(psutil.NoSuchProcess, OSError):
+            if os.getpgid(number) == group and (process := psutil.Process(number)).status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
 
 
 class StartedRanks:
@@ -109,10 +188,13 @@ class StartedRanks:
             started.send(number)
 
     def wait(self) -> Ended:
-        """Return when all processes have ended. Those that do not end after one has failed are killed."""
+        """Return when all processes have ended, and what ranks have started too.
+
+        Those that do not end after one has failed are killed.
+        """
         codes: dict[str, int] = {}
         first, kill_at = "", math.inf
-        while len(codes) < len(self._processes):
+        while sum(started.end_rest() for started in self._processes) or len(codes) < len(self._processes):
             for started in self._processes:
                 if started.name not in codes and (code := started.process.poll()) is not None:
                     codes[started.name] = 128 - code if code < 0 else code
@@ -121,6 +203,8 @@ class StartedRanks:
                     first = first or started.name
                     is_lost = started.kind == "host" and codes[started.name] == SSH_LOST
                     wait_s = OTHERS_END_AFTER_LOSS_S if is_lost else OTHERS_END_WITHIN_S
+                    if started.was_asked and started.end_rest():  # a shell; the rank that it has started saves
+                        wait_s = SAVE_WITHIN_S
                     kill_at = min(kill_at, time.monotonic() + wait_s)
             if time.monotonic() > kill_at:
                 self.kill()

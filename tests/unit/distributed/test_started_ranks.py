@@ -1,0 +1,150 @@
+"""Ranks that shells or other programs start: they get signals once, and none outlives the start."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import HANGS_AFTER_S
+
+from horovod_train.distributed.launch import started_ranks
+from horovod_train.distributed.launch.started_ranks import Ended, StartedRanks, new_meeting, start_here
+
+RANK = """
+import os, select, signal, sys
+folder = sys.argv[1]
+name = f"{folder}/{os.environ['HOROVOD_TRAIN_RANK']}"
+reading, writing = os.pipe()
+os.set_blocking(writing, False)
+signal.set_wakeup_fd(writing)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: None)
+print(os.getpid(), file=open(f"{name}.part", "w"))
+os.rename(f"{name}.part", f"{name}.pid")
+received = os.read(reading, 1)
+while select.select([reading], [], [], 0.3)[0]:
+    received += os.read(reading, 1)
+print(*received, file=open(f"{name}.received", "w"))
+sys.exit(75)
+"""
+"""Says that it runs, and, once asked to end, by which signals."""
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[str]:
+    """Words of a shell that run such a rank; it does not outlive the test."""
+    (tmp_path / "rank.py").write_text(RANK)
+    yield f"{sys.executable} {tmp_path}/rank.py {tmp_path}"
+    for file in tmp_path.glob("*.pid"):
+        try:
+            psutil.Process(int(file.read_text())).kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def begin(folder: Path, ranks: int, program: Sequence[str]) -> tuple[StartedRanks, list[psutil.Process]]:
+    """Returns when all ranks run, with the processes that are ranks."""
+    started = start_here(new_meeting(ranks, "localhost"), 0, ranks, program)
+    files = [folder / f"{rank}.pid" for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() for file in files))
+    return started, [psutil.Process(int(file.read_text())) for file in files]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + HANGS_AFTER_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wait(started: StartedRanks) -> Ended:
+    """Ends the ranks of a start that hangs."""
+    limit = threading.Timer(HANGS_AFTER_S, started.kill)
+    limit.start()
+    try:
+        return started.wait()
+    finally:
+        limit.cancel()
+
+
+def is_over(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # nothing collects it in some containers
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("script", ["exec {}", "{}; true", "trap 'exit 75' TERM INT; {}; true", "({}; true); true"])
+def test_ranks_of_a_shell_get_a_signal_once_and_may_save(
+    tmp_path: Path, rank: str, script: str, number: signal.Signals
+) -> None:
+    started, ranks = begin(tmp_path, 2, ["bash", "-c", script.format(rank)])
+    started.send(number)
+    wait(started)
+    assert [(tmp_path / f"{rank}.received").read_text() for rank in range(2)] == [f"{int(number)}\n"] * 2
+    assert all(map(is_over, ranks))
+
+
+def test_a_shell_that_passes_on_the_exit_code_of_its_rank_has_it(tmp_path: Path, rank: str) -> None:
+    started, _ = begin(tmp_path, 2, ["bash", "-c", f"exec {rank}"])
+    started.send(signal.SIGTERM)
+    assert wait(started).codes == {"0": 75, "1": 75}
+
+
+def test_what_is_left_of_a_rank_that_is_lost_may_save_and_ends(tmp_path: Path, rank: str) -> None:
+    started, ranks = begin(tmp_path, 1, ["bash", "-c", f"{rank}; true"])
+    (shell,) = [parent for parent in ranks[0].parents() if parent.name() == "bash"][:1]
+    shell.kill()
+    assert wait(started).codes == {"0": 137}
+    assert (tmp_path / "0.received").read_text() == f"{int(signal.SIGTERM)}\n"
+    assert is_over(ranks[0])
+
+
+def test_what_does_not_end_is_killed(tmp_path: Path, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_ranks, "OTHERS_END_WITHIN_S", 0.1)
+    started, ranks = begin(tmp_path, 1, ["bash", "-c", f"{rank} & while [ ! -e {tmp_path}/0.pid ]; do :; done; exit 0"])
+    ranks[0].suspend()
+    assert wait(started).codes == {"0": 0}
+    assert is_over(ranks[0])
+
+
+@pytest.mark.parametrize("is_signal", [False, True])
+def test_killed_ranks_leave_nothing(tmp_path: Path, rank: str, is_signal: bool) -> None:
+    """By the agent of a host too, which gets the number of the signal."""
+    started, ranks = begin(tmp_path, 2, ["bash", "-c", f"{rank}; true"])
+    if is_signal:
+        started.send(signal.SIGKILL)
+        wait(started)
+    else:
+        started.kill()
+    wait_until(lambda: all(map(is_over, ranks)))
+    assert not list(tmp_path.glob("*.received"))
+
+
+WITH_A_WORKER = """
+import os, signal, subprocess, sys
+reading, writing = os.pipe()
+os.set_blocking(writing, False)
+signal.set_wakeup_fd(writing)
+signal.signal(signal.SIGTERM, lambda *_: None)
+worker = subprocess.Popen([sys.executable, f"{sys.argv[1]}/rank.py", sys.argv[1]])
+os.read(reading, 1)
+try:
+    worker.wait(1)
+except subprocess.TimeoutExpired:
+    worker.kill()
+    sys.exit(75)
+"""
+
+
+def test_processes_that_load_a_ranks_data_stay_until_it_has_saved(tmp_path: Path, rank: str) -> None:
+    started, _ = begin(tmp_path, 1, [sys.executable, "-c", WITH_A_WORKER, str(tmp_path)])
+    started.send(signal.SIGTERM)
+    assert wait(started).codes == {"0": 75}
