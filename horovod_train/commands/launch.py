@@ -325,7 +325,8 @@ class Supervisor:
                 self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
                 return verdict.code
             before, newest = newest, self._newest()
-            in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
+            if lost:  # else no rank has started, as while hosts do not answer
+                in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
             if restarts == self.max_restarts:
                 return self._give_up(f"{after}; --max-restarts {self.max_restarts} is used up", verdict.code)
             if in_vain >= 2 and lost:

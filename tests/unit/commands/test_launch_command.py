@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -237,20 +238,39 @@ class OneStart:
         return None
 
 
-def test_each_wait_for_hosts_begins_with_a_short_pause(capfd: pytest.CaptureFixture[str]) -> None:
-    """However many starts there were before: the hosts are often there again within seconds."""
-    room: list[OneStart | None] = [*[OneStart(137, 0)] * 6, None, None, OneStart(137, 0), None, OneStart(0, 0)]
+def supervise(room: list[OneStart | None], plan: Plan, program: Program) -> int:
+    """The exit code of a launch of two ranks. room: its starts in turn; None: the hosts have no room."""
 
     def start(*_: object) -> OneStart:
         if (found := room.pop(0)) is None:
             raise NotEnough("no room")
         return found
 
-    plan = Plan(2, "", cast(Callable[..., StartedRanks], start))
+    plan = replace(plan, start=cast(Callable[..., StartedRanks], start))
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        assert Supervisor(Program(["x"], ["x"], None), plan, 2, 2, 100).run() == 0
+        return Supervisor(program, plan, 2, 2, 100).run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def not_replaced(*_: object) -> StartedRanks:
+    raise AssertionError
+
+
+PLAN = Plan(2, "", not_replaced)
+
+
+def test_each_wait_for_hosts_begins_with_a_short_pause(capfd: pytest.CaptureFixture[str]) -> None:
+    """However many starts there were before: the hosts are often there again within seconds."""
+    room: list[OneStart | None] = [*[OneStart(137, 0)] * 6, None, None, OneStart(137, 0), None, OneStart(0, 0)]
+    assert supervise(room, PLAN, Program(["x"], ["x"], None)) == 0
     assert re.findall(r"next start in (\d+) s", capfd.readouterr().err) == ["1", "2", "1"]
+
+
+def test_a_wait_for_hosts_is_no_start_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    waiting, program = replace(PLAN, may_wait=True), Program(["x"], ["x"], tmp_path)
+    assert supervise([None, None, OneStart(137, 0), None, OneStart(0, 0)], waiting, program) == 0
+    assert supervise([None, OneStart(137, 0), None, OneStart(137, 0), OneStart(0, 0)], waiting, program) == 137
