@@ -33,9 +33,12 @@ DISCOVER_WITHIN_S = 60.0
 _OF_THIS_HOST = re.compile(r"HOSTNAME|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|PWD|OLDPWD|SHLVL|_|BASH_FUNC_.*|LS_COLORS|TERM")
 """Variables that describe this host or this terminal. All others reach the ranks of every host."""
 
+_WORD = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
 
 class Host(NamedTuple):
     name: str
+    """Its address; or USER@ADDRESS, for ssh."""
     slots: int
     """The number of ranks that it has room for."""
 
@@ -49,14 +52,17 @@ class Share(NamedTuple):
 
 
 def parse_hosts(words: Sequence[str], where: str, slots: int = 1) -> list[Host]:
-    """Parse HOST or HOST:SLOTS of each word, as Horovod writes it. slots: where none are given. Raises UserError."""
+    """Parse HOST or HOST:SLOTS of each word, as Horovod writes it; HOST may be USER@ADDRESS.
+
+    slots: where none are given. Raises UserError.
+    """
     hosts: list[Host] = []
     for word in words:
-        match = re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::([1-9]\d{0,4}))?", word)
+        match = re.fullmatch(rf"((?:{_WORD}@)*{_WORD})(?::([1-9]\d{{0,4}}))?", word)
         if match is None:
             raise UserError(f"{where}: expected HOST:SLOTS, such as n1:4; received {word!r}.")
         hosts.append(Host(match[1], int(match[2] or slots)))
-    names = [host.name for host in hosts]
+    names = [address_of(host.name) for host in hosts]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{where}: {twice[0]} is named twice; name it once, with all its slots.")
     if len(hosts) > 1 and (local := next(filter(is_loopback, names), None)):
@@ -82,7 +88,13 @@ def discover_hosts(script: str, slots: int) -> list[Host]:
     return parse_hosts(finished.stdout.split(), where, slots)
 
 
+def address_of(name: str) -> str:
+    """Return where ranks find a host: its name without the user, which only ssh needs."""
+    return name.rpartition("@")[2]
+
+
 def is_this_host(name: str) -> bool:
+    name = address_of(name)
     return is_loopback(name) or name in (socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn())
 
 
@@ -129,7 +141,7 @@ def share_out(hosts: Sequence[Host], ranks: int) -> list[Share]:
 
 def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRanks:
     """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths."""
-    root = "localhost" if len(shares) == 1 and is_this_host(shares[0].host) else shares[0].host
+    root = "localhost" if len(shares) == 1 and is_this_host(shares[0].host) else address_of(shares[0].host)
     meeting = new_meeting(sum(share.ranks for share in shares), root)
     environment = {name: value for name, value in os.environ.items() if not _OF_THIS_HOST.fullmatch(name)}
     started = []

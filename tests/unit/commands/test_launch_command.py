@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +79,9 @@ def test_a_lost_rank_is_named_where_it_is_known(kind: Kind, first: str, code: in
         (["-H", "n1:x", "--", "true"], "-H: expected HOST:SLOTS, such as n1:4; received 'n1:x'"),
         (["-H", "n1:2,n1:2", "--", "true"], "n1 is named twice"),
         (["-H", "localhost:2,n1:2", "--", "true"], "localhost is another host for each of them"),
+        (["-H", "me@n1:2,you@n1:2", "--", "true"], "n1 is named twice"),
+        (["-H", "me@localhost:2,n1:2", "--", "true"], "localhost is another host for each of them"),
+        (["-H", "me@:2", "--", "true"], "-H: expected HOST:SLOTS, such as n1:4; received 'me@:2'"),
         (["-H", ",", "--", "true"], "-H: expected HOST:SLOTS"),
         (["-H", "n1:2", "-np", "3", "--", "true"], "-H names 2 slots; -np wants 3"),
         (["-H", "n1:2", "--over", "mpi", "--", "true"], "leave out --over mpi"),
@@ -130,6 +134,20 @@ def test_each_rank_knows_its_place_and_all_share_a_secret(tmp_path: Path) -> Non
     assert [place["HOROVOD_TRAIN_LOCAL_RANK"] for place in places] == ["0", "1"]
     assert len({place["HOROVOD_TRAIN_TOKEN"] for place in places}) == 1
     assert len(places[0]["HOROVOD_TRAIN_TOKEN"]) == 32
+
+
+def test_a_user_name_is_for_ssh_and_ranks_meet_at_the_host(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/bash\necho "${{@: -2:1}}" >> {tmp_path}/asked\nexec sh -c "${{@: -1}}"\n')
+    ssh.chmod(0o755)
+    environment = rank_environment()
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    program = f"echo $HOROVOD_TRAIN_ROOT > {tmp_path}/$HOROVOD_TRAIN_RANK"
+    words = ["-H", f"me@n1,you@n2,me@{socket.gethostname()}", "--", "sh", "-c", program]
+    finished = run_process([*LAUNCH, *words], environment=environment)
+    assert finished.returncode == 0, finished.text
+    assert [(tmp_path / rank).read_text() for rank in "012"] == ["n1\n"] * 3
+    assert set((tmp_path / "asked").read_text().split()) == {"me@n1", "you@n2"}  # this host is not asked
 
 
 @pytest.mark.parametrize("code", [2, 86, 75])
