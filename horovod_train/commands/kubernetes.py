@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
         help="a PersistentVolumeClaim and where it is mounted; ReadWriteMany; can be repeated",
     )
     parser.add_argument("--workdir", type=_path, metavar="/PATH", help="where it runs; default: the first --volume")
-    parser.add_argument("--name", type=_name, metavar="NAME", help="of the job; default: that of output_dir")
+    parser.add_argument("--name", type=_job_name, metavar="NAME", help="of the job; default: that of output_dir")
     parser.add_argument("--namespace", type=_name, metavar="NAME", help="default: that of kubectl")
     parser.add_argument("--cpus", type=count, metavar="N", help="CPUs of a pod; default: not limited")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="of a pod, such as 64Gi; default: not limited")
@@ -314,13 +314,21 @@ def _key(file: str) -> str:
 
 
 def _name_of(output_dir: str) -> str:
-    name = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")[:50].strip("-")
-    return name or "horovod-train"
+    name = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
+    name = f"run-{name}" if name[:1].isdecimal() else name
+    return name[:50].strip("-") or "horovod-train"
 
 
 def _name(word: str) -> str:
     if not re.fullmatch(_LABEL, word):
         raise argparse.ArgumentTypeError(f"expected lowercase letters, digits and -, at most 52; received {word!r}")
+    return word
+
+
+def _job_name(word: str) -> str:
+    """Return the name if a service, which has it too, may have it: https://www.rfc-editor.org/rfc/rfc1035."""
+    if _name(word)[0].isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a letter first; received {word!r}")
     return word
 
 

@@ -59,6 +59,23 @@ def test_pods_of_an_mpijob_are_as_kubernetes_schemas_want_them(capsys: pytest.Ca
         kubernetes_validate.validate(template, VERSION, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("2024-05-01", "run-2024-05-01"),
+        ("9" * 70, "run-" + "9" * 46),
+        ("Digits_1", "digits-1"),
+        ("__", "horovod-train"),
+    ],
+)
+def test_a_job_is_named_by_its_run_as_services_may_be(
+    capsys: pytest.CaptureFixture[str], folder: str, name: str
+) -> None:
+    """A service's name begins with a letter (RFC 1035), which the schemas do not say."""
+    manifests = printed(capsys, "--output-dir", f"/data/runs/{folder}")
+    assert {manifest["metadata"]["name"] for manifest in manifests} == {name}
+
+
 def test_the_config_travels_in_the_manifest_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = tmp_path / "my more.yaml"
     more.write_text("train: {epochs: 3}\n")
@@ -85,6 +102,7 @@ def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFix
         (["--volume", "c:data"], "argument --volume: expected CLAIM:/PATH; received 'c:data'"),
         (["--volume", "C:/data"], "expected lowercase letters, digits and -"),
         (["--name", "a_b"], "argument --name: expected lowercase letters"),
+        (["--name", "2024-05-01"], "argument --name: expected a letter first; received '2024-05-01'"),
         (["--memory", "64"], "argument --memory: expected a size such as 64Gi"),
         (["--nodes", "0"], "argument --nodes: expected a whole number"),
         (["--gpus-per-node", "3", "device.per_rank=2"], "--gpus-per-node: must be a multiple of device.per_rank, 2"),
