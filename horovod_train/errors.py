@@ -9,6 +9,9 @@ from horovod_train.shown_text import error_line
 START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h. Started again, it goes on."""
 
+STOPPED = 76
+"""Exit code of a `launch` in a pod in place of 75 while the file STOP is there, which would stop a new pod too."""
+
 
 class RunError(Exception):
     """Ends the run with `exit_code`; its text is one line that a user can act on; see shown_text."""

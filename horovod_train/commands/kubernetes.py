@@ -34,7 +34,7 @@ from horovod_train.config.loader import parse_seconds
 from horovod_train.config.rules import resolve
 from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
 from horovod_train.distributed.launch.launcher import TOKEN
-from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
+from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr
 
 RENDEZVOUS_PORT = 29_400
@@ -205,7 +205,7 @@ def indexed_job(job: Job) -> list[Manifest]:
     pod = _pod(job, [*command, *job.arguments], environment) | {"subdomain": job.name}
     # A pod that fails is started again as another pod; `launch` inside starts its ranks again without that.
     rules = [
-        {"action": "FailJob", "onExitCodes": _codes(UserError.exit_code, RanksDisagree.exit_code)},
+        {"action": "FailJob", "onExitCodes": _codes(UserError.exit_code, STOPPED, RanksDisagree.exit_code)},
         {"action": "Ignore", "onExitCodes": _codes(START_AGAIN)},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]

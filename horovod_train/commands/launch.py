@@ -41,8 +41,9 @@ from horovod_train.distributed.launch.started_ranks import (
     start_by_mpirun,
     start_here,
 )
-from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
+from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
+from horovod_train.output.files import STOP_FILE
 from horovod_train.output.rank_log import launch_log, now
 from horovod_train.shown_text import printable, without_secrets
 
@@ -140,6 +141,8 @@ class Plan:
     """The words before the program, of a command that would do the same."""
     may_wait: bool = False
     """Whether to wait for hosts already at the first start."""
+    is_member: bool = False
+    """Whether something else, such as Kubernetes, has started this launch, and starts it again if it ends with 75."""
 
 
 def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
@@ -178,7 +181,8 @@ def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting) -> Plan:
     def begin(words: Sequence[str], _most: int, _least: int) -> StartedRanks:
         return start_here(together, meeting.rank * slots, slots, words)
 
-    return Plan(ranks, f"{meeting.launcher} has started {meeting.size} of it; {slots} of {ranks} ranks are here", begin)
+    how = f"{meeting.launcher} has started {meeting.size} of it; {slots} of {ranks} ranks are here"
+    return Plan(ranks, how, begin, is_member=True)
 
 
 def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
@@ -320,6 +324,8 @@ class Supervisor:
         while True:
             self._say_start(restarts, newest)
             verdict, seconds, lost = self._start(is_first=not restarts)
+            if verdict.code == START_AGAIN and self._is_stopped_by_file():
+                verdict = Verdict("stop", STOPPED, f"{verdict.why}; remove {self.program.run_dir}/{STOP_FILE} first")
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows != "again":
                 self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
@@ -369,6 +375,11 @@ class Supervisor:
             kind, self._started = self._started.kind, None
         killed = sum(code > 128 for code in ended.codes.values())
         return judge(ended, kind, asked_by=self._asked_by), ended.seconds, killed or 1
+
+    def _is_stopped_by_file(self) -> bool:
+        """Return whether a file, and no signal, has stopped the ranks, and would stop those of another pod too."""
+        run_dir = self.program.run_dir
+        return self.plan.is_member and not self._asked_by and run_dir is not None and (run_dir / STOP_FILE).exists()
 
     def _on_signal(self, number: int, _: object) -> None:
         self._asked_by = self._asked_by or number

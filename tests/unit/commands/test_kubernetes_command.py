@@ -87,9 +87,9 @@ def test_the_config_travels_in_the_manifest_as_it_is(capsys: pytest.CaptureFixtu
 
 
 def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    """2: bad input; 86: the ranks disagree. 75, asked to stop and saved, and evictions count as no failure."""
+    """2: bad input; 76: a STOP file; 86: the ranks disagree. 75, asked and saved, and evictions count as no failure."""
     fail, *ignore = printed(capsys)[-1]["spec"]["podFailurePolicy"]["rules"]
-    assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2, 86])
+    assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2, 76, 86])
     assert [rule["action"] for rule in ignore] == ["Ignore", "Ignore"]
     assert ignore[0]["onExitCodes"]["values"] == [75]
 

@@ -158,6 +158,30 @@ def test_a_fault_of_the_user_and_a_request_to_stop_end_it(tmp_path: Path, code: 
     assert "launch: stopped: " in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("is_pod", "before_the_end", "code"),
+    [
+        (True, "touch {}/STOP", 76),
+        (True, "true", 75),
+        (True, "touch {}/STOP; kill -TERM $PPID", 75),
+        (False, "touch {}/STOP", 75),
+    ],
+)
+def test_a_stop_file_ends_a_pod_for_good(tmp_path: Path, is_pod: bool, before_the_end: str, code: int) -> None:
+    """Kubernetes would start a pod that ended with 75 again and again, and the file would stop each."""
+    environment = rank_environment()
+    words = ["-np", "1", "--over", "gloo"]
+    if is_pod:
+        environment |= {"JOB_COMPLETION_INDEX": "0", "HOROVOD_TRAIN_SIZE": "1", "HOROVOD_TRAIN_ROOT": "localhost"}
+        words = []
+    asked = "trap : TERM; " + before_the_end.format(tmp_path) + "; exit 75"
+    finished = run_process(
+        [*LAUNCH, *words, "--run-dir", str(tmp_path), "--", "sh", "-c", asked], environment=environment
+    )
+    assert finished.returncode == code, finished.text
+    assert (f"remove {tmp_path}/STOP" in finished.stderr) == (code == 76)
+
+
 def save(run_dir: Path) -> str:
     """Words of the shell by which rank 0 leaves one more checkpoint at each start."""
     folder = run_dir / "checkpoints"
