@@ -29,10 +29,11 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed import device, objects
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.launch import key_value_store, launcher, tuning
+from horovod_train.distributed.launch import key_value_store, launcher, network, tuning
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
 from horovod_train.output.files import must_be_writable
+from horovod_train.output.lease import boot_id
 
 _TIMELINE, _CYCLE = "HOROVOD_TIMELINE", "HOROVOD_CYCLE_TIME"
 _MAX_CORES = 8192
@@ -129,7 +130,7 @@ def form_group(started: StartedProcess, rank_device: device.Device, *, determini
     """
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    facts = objects.gather((socket.gethostname(), dataclasses.astuple(rank_device)), "group.start")
+    facts = objects.gather((socket.gethostname(), boot_id(), dataclasses.astuple(rank_device)), "group.start")
     group = WorkerGroup(
         rank=hvd.rank(),
         size=hvd.size(),
@@ -137,8 +138,8 @@ def form_group(started: StartedProcess, rank_device: device.Device, *, determini
         local_size=hvd.local_size(),
         launcher=started.started_by.launcher,
         exchange="NCCL" if rank_device.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
-        hosts=tuple(host for host, _ in facts),
-        devices=tuple(device.Device(*fields) for _, fields in facts),
+        hosts=tuple(network.host_names([(host, boot) for host, boot, _ in facts])),
+        devices=tuple(device.Device(*fields) for _, _, fields in facts),
         settings=started.settings,
         deterministic=deterministic,
     )

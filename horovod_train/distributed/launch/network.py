@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,25 @@ def interfaces() -> dict[str, str]:
 
 def address_of_interface(name: str) -> str | None:
     return interfaces().get(name)
+
+
+def host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a name for the host of each rank, and another one for each host: cloned machines may have one name.
+
+    hosts: by rank, the name that the host has itself, and its boot id.
+    """
+    boots: dict[str, list[str]] = {}
+    for name, boot in hosts:
+        if boot not in boots.setdefault(name, []):
+            boots[name].append(boot)
+    names = {(name, found[0]): name for name, found in boots.items() if len(found) == 1}
+    taken = set(boots)
+    for name, found in boots.items():
+        free = (f"{name}-{number}" for number in itertools.count(1) if f"{name}-{number}" not in taken)
+        if len(found) > 1:
+            names |= {(name, boot): new for boot, new in zip(found, free, strict=False)}
+            taken.update(names[name, boot] for boot in found)
+    return [names[host] for host in hosts]
 
 
 def choose_host(hosts: Sequence[str], interface_names: Sequence[str]) -> str:

@@ -277,11 +277,13 @@ def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
     The local rank is None if the launcher has not given one; it is then counted. Raises UserError if those of a host
     are not 0, 1, …
     """
-    hosts: dict[tuple[str, str], list[int]] = {}
-    for rank, (name, boot, _) in enumerate(arrivals):
-        hosts.setdefault((name, boot), []).append(rank)
+    # gloo keeps the addresses of a host's ranks under this name, by their local ranks.
+    names = network.host_names([(name, boot) for name, boot, _ in arrivals])
+    hosts: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        hosts.setdefault(name, []).append(rank)
     places: dict[int, Place] = {}
-    for number, ((name, _), ranks) in enumerate(hosts.items()):
+    for number, (name, ranks) in enumerate(hosts.items()):
         given = [arrivals[rank][2] for rank in ranks]
         if any(local is None for local in given):
             given = list(range(len(ranks)))

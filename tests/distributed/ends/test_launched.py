@@ -262,3 +262,50 @@ def test_evaluators_and_ranks_without_a_secret_are_refused_in_one_line(tmp_path:
         for code, output in end_of_ranks(convention, words, without_tensorflow(tmp_path)):
             (line,) = output.splitlines()
             assert (code, message in line) == (2, True), output
+
+
+CLONES = """
+import json, os, sys
+from horovod_train.output import lease
+rank = int(os.environ["HOROVOD_TRAIN_RANK"])
+del os.environ["HOROVOD_TRAIN_LOCAL_RANK"]
+lease.boot_id = lambda: f"boot {rank // 2}"  # before others import it
+from horovod_train.distributed.start import start
+import horovod.tensorflow as hvd
+import tensorflow as tf
+group = start()
+facts = {
+    "hosts": group.hosts,
+    "place": [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
+    "sum": float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="sum")),
+}
+with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
+    json.dump(facts, file)
+"""
+
+
+@pytest.mark.long
+def test_ranks_of_hosts_with_one_name_meet(tmp_path: Path) -> None:
+    """Cloned machines: ranks of one would take those of the other for their own."""
+    (tmp_path / "clones.py").write_text(CLONES)
+    words = [
+        "-np",
+        "4",
+        "--over",
+        "gloo",
+        "--max-restarts",
+        "0",
+        "--",
+        sys.executable,
+        tmp_path / "clones.py",
+        tmp_path,
+    ]
+    environment = rank_environment() | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
+    command = [sys.executable, "-m", "horovod_train.main", "launch", *map(str, words)]
+    finished = run_process(command, environment=environment)
+    assert finished.returncode == 0, finished.text
+    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    name = socket.gethostname()
+    assert all(each["hosts"] == [f"{name}-1"] * 2 + [f"{name}-2"] * 2 for each in facts)
+    assert [each["place"] for each in facts] == [[0, 2, 0, 2], [1, 2, 0, 2], [0, 2, 1, 2], [1, 2, 1, 2]]
+    assert [each["sum"] for each in facts] == [4.0] * 4

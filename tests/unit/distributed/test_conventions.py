@@ -10,6 +10,7 @@ import pytest
 
 from horovod_train.distributed.launch import rendezvous, rendezvous_server
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, WITHOUT_TOKEN, read_launch
+from horovod_train.distributed.launch.network import host_names
 from horovod_train.distributed.launch.rendezvous import Place, find_places
 from horovod_train.distributed.launch.rendezvous_server import own_token
 from horovod_train.errors import UserError
@@ -253,6 +254,15 @@ def test_places_follow_from_the_hosts_of_the_ranks() -> None:
     assert [place.local_rank for place in find_places(given)] == [1, 0]
     one_name = [("localhost", "x", None), ("localhost", "y", None)]
     assert [place.local_size for place in find_places(one_name)] == [1, 1]
+
+
+def test_hosts_of_one_name_have_places_of_different_names() -> None:
+    """As cloned machines have: the addresses of a host's ranks are kept under its name, by local rank."""
+    cloned = [("a", "x", 0), ("a", "x", 1), ("a", "y", 0), ("a", "y", 1), ("a-1", "z", 0), ("b", "z", 0)]
+    places = find_places(cloned)
+    assert [place.host for place in places] == ["a-2", "a-2", "a-3", "a-3", "a-1", "b"]
+    assert len({(place.host, place.local_rank) for place in places}) == len(cloned)
+    assert host_names([(name, boot) for name, boot, _ in cloned]) == [place.host for place in places]
 
 
 def test_local_ranks_that_do_not_fit_the_hosts_are_refused() -> None:
