@@ -86,6 +86,13 @@ class StartedProcess:
         """Pin this process to its device, see device.pin."""
         return device.pin(devices, hvd.local_rank(), hvd.local_size(), self.host_cores)
 
+    def close(self) -> None:
+        """Close what other ranks needed while Horovod ran. Call it once Horovod is shut down."""
+        from horovod_train.distributed.launch.rendezvous import close_kept
+
+        self.rendezvous.close()
+        close_kept()
+
 
 def start_process(
     horovod: HorovodConfig | None = None,

@@ -101,6 +101,8 @@ def shutdown() -> None:
     if _watch is not None and _watch.run_end is not None:
         _watch.run_end.close()
     hvd.shutdown()
+    if _started is not None:
+        _started.close()
 
 
 def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessSet:

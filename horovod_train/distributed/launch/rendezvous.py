@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from horovod_train.distributed.launch import key_value_store, network
@@ -59,6 +60,10 @@ _FAILED = "failed {rank} {exit_code}"
 
 _has_arrived = False
 """Whether this process has taken part in a rendezvous, so that other ranks no longer wait for it."""
+_meetings = 0
+"""The number of times that this process has met the others: they meet again after hvd.shutdown and hvd.init."""
+_kept: list[StepServer] = []
+"""Servers and relays that outlive their block."""
 
 
 class Place(NamedTuple):
@@ -77,17 +82,20 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
 
     All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set, because the
     watchdog uses that interface too. With HOROVOD_DYNAMIC_PROCESS_SETS=1 the server and its address stay, because the
-    ranks of a process set use them as well.
+    ranks of a process set use them as well, until `close_kept`.
 
     Raises UserError if ranks cannot find each other as they were started, RunError if some do not arrive, and
     FailedElsewhere if one has called `report_failure`.
     """
-    global _has_arrived
+    global _has_arrived, _meetings
     if isinstance(step, Step) and step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
     prepare_token(step)
     root = _address_of_root(step)
+    # A rank that meets the others again must not take root's last server, which may still run, for the new one.
+    step = replace(step, name=f"{step.name}/{_meetings}") if _meetings else step
+    _meetings += 1
     relay = None
     interface = _choose_interface(step, root)  # before this rank arrives: later failures leave the others waiting
     server = _open_server(step, root) if step.rank == 0 else None
@@ -108,10 +116,23 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
         if _keeps_server():
             os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
     finally:
-        for opened in (server, relay):
-            if opened is not None and not _keeps_server():
-                opened.shutdown()
-                opened.server_close()
+        opened = [each for each in (server, relay) if each is not None]
+        if _keeps_server():
+            _kept.extend(opened)
+        else:
+            _close(opened)
+
+
+def close_kept() -> None:
+    """Close the servers that ranks of process sets have needed, once Horovod is shut down."""
+    _close(_kept)
+    _kept.clear()
+
+
+def _close(servers: Sequence[StepServer]) -> None:
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 def report_failure(step: Step | Meeting, exit_code: int) -> None:

@@ -309,3 +309,31 @@ def test_ranks_of_hosts_with_one_name_meet(tmp_path: Path) -> None:
     assert all(each["hosts"] == [f"{name}-1"] * 2 + [f"{name}-2"] * 2 for each in facts)
     assert [each["place"] for each in facts] == [[0, 2, 0, 2], [1, 2, 0, 2], [0, 2, 1, 2], [1, 2, 1, 2]]
     assert [each["sum"] for each in facts] == [4.0] * 4
+
+
+AGAIN = """
+import json, os, sys
+import horovod_train.tensorflow as hvd
+import tensorflow as tf
+sets = "dynamic" if sys.argv[2] == "dynamic" else None
+sums = []
+for times in range(3):
+    hvd.init(process_sets=sets)
+    if times == 1 and sets:
+        hvd.add_process_set([1])
+    sums.append(float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="sum")))
+    hvd.shutdown()
+with open(f"{sys.argv[1]}/{os.environ['HOROVOD_TRAIN_RANK']}.json", "w") as file:
+    json.dump(sums, file)
+"""
+
+
+@pytest.mark.parametrize("sets", ["static", pytest.param("dynamic", marks=pytest.mark.long)])
+def test_ranks_that_shut_horovod_down_meet_again(tmp_path: Path, sets: str) -> None:
+    (tmp_path / "again.py").write_text(AGAIN)
+    words = ["-np", "2", "--over", "gloo", "--max-restarts", "0", "--", sys.executable, tmp_path / "again.py", tmp_path]
+    environment = rank_environment() | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
+    command = [sys.executable, "-m", "horovod_train.main", "launch", *map(str, words), sets]
+    finished = run_process(command, environment=environment)
+    assert finished.returncode == 0, finished.text
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[2.0] * 3] * 2
