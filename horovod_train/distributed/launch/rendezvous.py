@@ -171,9 +171,9 @@ def _ports(step: Step | Meeting) -> list[int]:
     return [*([] if reserved is None else [reserved]), *candidate_ports(step.name)]
 
 
-def _arrive_within_s(setting: str | None) -> float:
+def _arrive_within_s(setting: str | None, default_s: float = ARRIVE_WITHIN_S) -> float:
     try:
-        return ARRIVE_WITHIN_S if setting is None else float(setting)
+        return default_s if setting is None else float(setting)
     except ValueError as error:
         raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {setting!r}.") from error
 
@@ -352,8 +352,8 @@ def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes =
         elif answer is not None:
             key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all have read it
             raise _failed_elsewhere(answer)
-    if port is None and step.rank == 1:
-        raise UserError(
+    if port is None and step.rank == 1:  # not for the user alone to mend: its host may be lost
+        raise RunError(
             f"rank 0 on {_host_of_root(step)} ({host}) does not answer rank 1 on {_host_here(step)} at port "
             f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
             f"whether {TOKEN} is the same for all ranks."
@@ -390,7 +390,9 @@ def _address_of_root(step: Step | Meeting) -> str:
 
 def _resolve(host: str, step: Meeting) -> str:
     """Return the IPv4 address of a host that may be known only in a while."""
-    backoff = key_value_store.Backoff(step.size, time.monotonic() + RESOLVE_WITHIN_S)
+    # A pod that waits for a node, perhaps for minutes, has no address yet: the manifest sets the variable.
+    within_s = _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"), RESOLVE_WITHIN_S)
+    backoff = key_value_store.Backoff(step.size, time.monotonic() + within_s)
     while True:
         try:
             return socket.gethostbyname(host)

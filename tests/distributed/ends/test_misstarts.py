@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_a_root_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (facts,) = meet(tmp_path / "out", ["1"], HOROVOD_START_TIMEOUT="1")
     assert "rank 0 on localhost (127.0.0.1) does not answer rank 1 on localhost at port" in facts["error"]
-    assert facts["exit_code"] == 2
+    assert facts["exit_code"] == 1  # so that it is started again: the host may be lost
 
 
 ALONE = 'exec "$@" $([ $SLURM_PROCID = 0 ] || echo nonsense=1)'

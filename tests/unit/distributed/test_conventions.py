@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,19 @@ def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rendezvous, "RESOLVE_WITHIN_S", 0.0)
     with pytest.raises(UserError, match=r"nowhere\.invalid, by indexed-job the host of rank 0, has no IPv4 address"):
         rendezvous._address_of_root(meeting)
+
+
+def test_a_pod_that_waits_for_its_node_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as ranks wait for each other, where the manifest says how long that is."""
+    meeting: Any = read_launch(INDEXED | SECRET).step
+    monkeypatch.setattr(rendezvous, "RESOLVE_WITHIN_S", 0.0)
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "60")
+    answers = iter([socket.gaierror(-2, "Name or service not known")] * 3)
+
+    def look_up(host: str) -> str:
+        if error := next(answers, None):
+            raise error
+        return "10.0.0.7"
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    assert rendezvous._address_of_root(meeting) == "10.0.0.7"
