@@ -70,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     files, overrides = config_parts(arguments)
     output_dir = arguments.output_dir
     config, _ = load_config(_as_first_task(arguments))
+    given = [word.partition("=")[2] for word in overrides if word.startswith("output_dir=")]
+    if not output_dir and given and "%a" in given[-1]:  # each task has its own; the config is that of the first
+        output_dir = given[-1]
     output_dir = output_dir or require_output_dir(config)
     of_site = merge_site_options(arguments, site_file())
     job = _choose(arguments, output_dir, config.device.per_rank)

@@ -257,6 +257,12 @@ def test_tasks_of_an_array_are_checked_with_their_number(capsys: pytest.CaptureF
     assert "output: runs/sweep-%a" in said
 
 
+def test_tasks_of_an_array_have_the_run_directories_of_their_config(capsys: pytest.CaptureFixture[str]) -> None:
+    script, said = printed(capsys, *HOUR, "--array", "1-5", "output_dir=runs/sweep-%a")
+    assert "--output-dir runs/sweep-%a\n" in script
+    assert "sweep-1" not in script + said
+
+
 def test_an_image_may_exist_on_the_cluster_only(capsys: pytest.CaptureFixture[str]) -> None:
     script, said = printed(capsys, *HOUR, "--image", "/shared/train.sif")
     assert "\nRUN=(apptainer exec /shared/train.sif python)\n" in script
