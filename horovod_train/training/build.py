@@ -27,7 +27,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in, s
 from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
-from horovod_train.models import build_model
+from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, build_model, overridden
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.optim.schedules import build_horizon
 from horovod_train.training.callbacks import Callbacks, load_callbacks
@@ -175,6 +175,18 @@ def build_state(
     )
 
 
+def _cut(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) -> keras.Model:
+    """Return the model in stages. Raises UserError for one with own steps of which Keras' copy would be a plain one."""
+    cut = cut_into_stages(model, cut_before, devices)
+    own = overridden(model, sorted({*OWN_TRAINING, *OWN_EVALUATION}))
+    if own and type(cut) is not type(model):
+        raise UserError(
+            f"device.cut_before: a cut copies the model, and Keras' copy of a {type(model).__name__} has no "
+            f"{', '.join(own)} of its own. Subclass keras.Model with inputs and outputs, and without an __init__."
+        )
+    return cut
+
+
 def _prepare_model(model: keras.Model, config: Config, group: WorkerGroup) -> keras.Model:
     """Return the model as it trains: on this rank's devices, cut into stages if there are several. Raises UserError."""
     devices = group.devices[group.rank].logical
@@ -185,7 +197,7 @@ def _prepare_model(model: keras.Model, config: Config, group: WorkerGroup) -> ke
     check_have_gradients(model.trainable_weights)
     if config.train.sync_batch_norm:
         synchronise_batch_norm(model, deterministic=config.deterministic)
-    model = cut_into_stages(model, config.device.cut_before, devices)
+    model = _cut(model, config.device.cut_before, devices)
     if not model.trainable_weights:
         raise UserError("model: it has no weights to train.")
     lines = stage_lines(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import pytest
 
@@ -9,6 +11,7 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, DeviceConfig, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import cut_into_stages
+from horovod_train.training import build
 
 
 class Subclassed(keras.Model):
@@ -57,7 +60,7 @@ def test_a_registered_layer_in_a_stage_is_saved_by_its_registered_name() -> None
 
 
 @pytest.mark.parametrize(
-    ("build", "cut_before", "message"),
+    ("make", "cut_before", "message"),
     [
         (sequential, ["four"], "device.cut_before: the model has no layer 'four'; it has one, two, three."),
         (sequential, ["three", "two"], "three, two must be in the model's order, none twice nor first"),
@@ -71,9 +74,9 @@ def test_a_registered_layer_in_a_stage_is_saved_by_its_registered_name() -> None
         (Subclassed, ["dense"], "can cut a functional or sequential model; own is a Subclassed."),
     ],
 )
-def test_impossible_cuts_are_refused(build: type, cut_before: list[str], message: str) -> None:
+def test_impossible_cuts_are_refused(make: type, cut_before: list[str], message: str) -> None:
     with pytest.raises(UserError) as found:
-        cut_into_stages(build(), cut_before, ["CPU:0"] * (len(cut_before) + 1))
+        cut_into_stages(make(), cut_before, ["CPU:0"] * (len(cut_before) + 1))
     assert message in str(found.value)
 
 
@@ -91,3 +94,19 @@ def test_settings_that_do_not_go_with_each_other_are_named() -> None:
     assert "XLA cannot compile the exchange" in found["train.sync_batch_norm"]
     assert "XLA compiles for one device" in found["device.per_rank"]
     assert "device.cut_before" not in found
+
+
+class Stepping(keras.Sequential):
+    """Trains by its own step, which Keras' copy of a Sequential model has not."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {}
+
+
+def test_a_copy_without_the_models_own_step_is_refused() -> None:
+    layers = [keras.Input((3,)), keras.layers.Dense(2, name="one"), keras.layers.Dense(1, name="two")]
+    with pytest.raises(UserError, match=r"device\.cut_before: .* copy of a Stepping has no train_step of its own"):
+        build._cut(Stepping(layers), ["two"], ["CPU:0"] * 2)
+    plain = keras.Sequential(layers)
+    assert type(build._cut(plain, ["two"], ["CPU:0"] * 2)) is keras.Sequential
+    assert type(build._cut(Stepping(layers), [], ["CPU:0"])) is Stepping
