@@ -12,6 +12,7 @@ import argparse
 import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -121,9 +122,11 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         time.sleep(0.0 if launcher.detect().rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
         return [fail("start", str(error), "")], True
     except Exception as error:
-        # Libraries may raise anything here; doctor reports it as a result.
-        text = one_line(error)[:300]
-        return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
+        # Libraries may raise anything here; doctor reports it as a result, on the rank where it is so.
+        rank, text = launcher.detect().rank, one_line(error)[:300]
+        time.sleep(0.0 if rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
+        where = f"on rank {rank} ({socket.gethostname()})"
+        return [fail("start", f"Horovod does not start {where}: {text}", "See docs/install.md.")], True
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
     local_findings = [vars(finding) for finding in _checks(group, config, nearest_existing(folder).resolve())]
     # Figures differ between ranks; the exit code must not.

@@ -153,13 +153,14 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
     rows = group.gather((problem, seen_s))
     missing: list[int] = []
     if group.is_root:
-        missing = [rank for rank in range(group.size) if not _can_read(place / f"rank-{rank}", token)]
+        wrote = [rank for rank, (problem, _) in enumerate(rows) if not problem]
+        missing = [rank for rank in wrote if not _can_read(place / f"rank-{rank}", token)]
         with contextlib.suppress(OSError):
             remove(place, _PLACE)
     missing = group.broadcast_object(missing)
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     problems = [f"{group.name(rank)} {problem}" for rank, (problem, _) in enumerate(rows) if problem]
-    problems += [f"root does not see what {group.name(rank)} wrote" for rank in missing if not rows[rank][0]]
+    problems += [f"root does not see what {group.name(rank)} wrote" for rank in missing]
     seen_s = max(seen_s for _, seen_s in rows)
     return judge_file_system(folder, problems, written_s, seen_s, group.broadcast_object(free))
 

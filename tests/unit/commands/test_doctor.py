@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
+from horovod_train.commands.doctor import ranks
 from horovod_train.commands.doctor.machine import Interface, judge_clocks, judge_file_system, judge_network
 from horovod_train.commands.doctor.ranks import (
     cpu_quota,
@@ -17,6 +20,7 @@ from horovod_train.commands.doctor.ranks import (
     judge_speed,
     judge_threads,
 )
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, scheduler_tasks
 
 ALL = {0, 1, 2, 3}
@@ -163,3 +167,15 @@ def test_clocks_apart_are_said() -> None:
     assert judge_clocks([0.0, -0.4], ["a", "b"]).level == "ok"
     found = judge_clocks([0.0, 0.1, -7.0], ["a", "a", "b"])
     assert (found.level, found.text) == ("warning", "rank 2 (b) is -7.0 s from root's clock")
+
+
+@pytest.mark.parametrize(("hidden", "level"), [("", "ok"), ("-1", "ok"), ("0", "fail")])
+def test_gpus_that_are_hidden_on_purpose_are_not_missed(
+    hidden: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver lists eight, and TensorFlow sees none of them here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(ranks, "list_gpus", lambda: ["a GPU"] * 8)
+    here = SimpleNamespace(gpu_keys=())
+    group = SimpleNamespace(rank=0, hosts=("n1",), devices=(here,), gather=lambda value: [value])
+    assert ranks.check_devices(cast(WorkerGroup, group)).level == level
