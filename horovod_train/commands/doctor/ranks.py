@@ -80,10 +80,7 @@ def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     visible = len(tf.config.list_physical_devices("GPU"))
-    # The driver lists those too that are hidden; hidden all, ranks are to compute on CPU.
-    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    listed = 0 if are_hidden else len(list_gpus())
-    return judge_devices(group.gather((group.hosts[group.rank], mine, listed, visible)))
+    return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible)))
 
 
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:

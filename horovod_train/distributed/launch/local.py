@@ -134,7 +134,9 @@ def is_linked_with_mpi(library: Path) -> bool:
 
 def list_gpus() -> dict[int, str]:
     """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
+    # The driver lists hidden ones too. With all hidden, ranks are to compute on CPU.
+    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if are_hidden or shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -169,13 +170,17 @@ def test_clocks_apart_are_said() -> None:
     assert (found.level, found.text) == ("warning", "rank 2 (b) is -7.0 s from root's clock")
 
 
-@pytest.mark.parametrize(("hidden", "level"), [("", "ok"), ("-1", "ok"), ("0", "fail")])
+@pytest.mark.parametrize(("visible", "level"), [("", "ok"), ("-1", "ok"), ("0", "fail"), (None, "fail")])
 def test_gpus_that_are_hidden_on_purpose_are_not_missed(
-    hidden: str, level: str, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver lists eight, and TensorFlow sees none of them here."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    monkeypatch.setattr(ranks, "list_gpus", lambda: ["a GPU"] * 8)
+    """The driver lists one, and TensorFlow sees none of them here."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0, GPU-5a'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     here = SimpleNamespace(gpu_keys=())
     group = SimpleNamespace(rank=0, hosts=("n1",), devices=(here,), gather=lambda value: [value])
     assert ranks.check_devices(cast(WorkerGroup, group)).level == level
