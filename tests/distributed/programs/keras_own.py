@@ -39,11 +39,14 @@ def compile_distributed(self: keras.Model, optimizer: Any = "rmsprop", *others: 
 
 
 class Outcomes:
-    """What became of each test."""
+    """What became of each test. Each begins with one seed, since none broadcasts, and ranks must hold one model."""
 
     def __init__(self) -> None:
         self.passed: list[str] = []
         self.failed: dict[str, str] = {}
+
+    def pytest_runtest_setup(self) -> None:
+        keras.utils.set_random_seed(0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
