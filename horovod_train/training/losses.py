@@ -28,6 +28,7 @@ def smoothed_sparse_categorical_crossentropy(
     """Return the cross-entropy of logits [..., classes] with labels [...], with smoothing spread over all classes.
 
     Labels may be [..., 1] too, as for Keras' own loss.
+
     (1 − ε) · CE(label) + ε · mean over classes k of CE(k), ε = label_smoothing. Szegedy et al. 2016 (arXiv:1512.00567),
     section 7, also the source of ε = 0.1. Returns float32 [...].
     """

@@ -90,7 +90,7 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
     global _has_arrived, _meetings
     if isinstance(step, Step) and step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
-    deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+    deadline = time.monotonic() + _start_timeout_s()
     prepare_token(step)
     root = _address_of_root(step)
     # A rank that meets the others again must not take root's last server, which may still run, for the new one.
@@ -144,7 +144,7 @@ def report_failure(step: Step | Meeting, exit_code: int) -> None:
         return
     failure = _FAILED.format(rank=step.rank, exit_code=exit_code).encode()
     with suppress(RunError):
-        deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+        deadline = time.monotonic() + _start_timeout_s()
         prepare_token(step)
         root = _address_of_root(step)
         if step.rank != 0:
@@ -171,7 +171,8 @@ def _ports(step: Step | Meeting) -> list[int]:
     return [*([] if reserved is None else [reserved]), *candidate_ports(step.name)]
 
 
-def _arrive_within_s(setting: str | None, default_s: float = ARRIVE_WITHIN_S) -> float:
+def _start_timeout_s(default_s: float = ARRIVE_WITHIN_S) -> float:
+    setting = os.environ.get("HOROVOD_START_TIMEOUT")
     try:
         return default_s if setting is None else float(setting)
     except ValueError as error:
@@ -352,7 +353,7 @@ def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes =
         elif answer is not None:
             key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all have read it
             raise _failed_elsewhere(answer)
-    if port is None and step.rank == 1:  # not for the user alone to mend: its host may be lost
+    if port is None and step.rank == 1:  # 1, not 2, so that it is tried again: its host may be lost
         raise RunError(
             f"rank 0 on {_host_of_root(step)} ({host}) does not answer rank 1 on {_host_here(step)} at port "
             f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
@@ -391,7 +392,7 @@ def _address_of_root(step: Step | Meeting) -> str:
 def _resolve(host: str, step: Meeting) -> str:
     """Return the IPv4 address of a host that may be known only in a while."""
     # A pod that waits for a node, perhaps for minutes, has no address yet: the manifest sets the variable.
-    within_s = _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"), RESOLVE_WITHIN_S)
+    within_s = _start_timeout_s(RESOLVE_WITHIN_S)
     backoff = key_value_store.Backoff(step.size, time.monotonic() + within_s)
     while True:
         try:

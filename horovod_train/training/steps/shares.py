@@ -62,8 +62,8 @@ class Part(NamedTuple):
         identical = tf.nest.map_structure(tf.identity, (self.batch, self.count))
         return self._replace(batch=identical[0], count=identical[1])
 
-    def rows_that_count(self) -> tf.Tensor:
-        """Return 1 for each row that is a record of this pass and 0 for the others, float32 [rows]."""
+    def row_weights(self) -> tf.Tensor:
+        """Return 1 for each row that is a record of this pass and 0 for a borrowed one, float32 [rows]."""
         return self.batch.real * tf.cast(self.count > 0, tf.float32) if self.may_be_borrowed else self.batch.real
 
     @contextmanager

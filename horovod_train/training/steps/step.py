@@ -228,7 +228,7 @@ class TrainStep:
         with (
             part.without_borrowed(self._kept_variables),
             self.shares.of_pass(part.share, totals),
-            rows_that_count(part.rows_that_count(), self.shares.share),
+            rows_that_count(part.row_weights(), self.shares.share),
             self._noting_losses() as losses,
         ):
             train_step = self._train_step_by_xla if self.jit_compile else self._model.train_step

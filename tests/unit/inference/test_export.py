@@ -81,12 +81,14 @@ def test_a_model_in_half_precision_is_its_saved_model(tmp_path: Path) -> None:
     finally:
         keras.mixed_precision.set_dtype_policy("float32")
     write_model(model, tmp_path / "model")
+    assert (tmp_path / "model" / "saved_model.pb").is_file()
 
 
 def test_a_model_may_fix_the_number_of_records(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input(batch_shape=(3, 4)), keras.layers.Dense(2)])
     for name in ("a.keras", "a"):
         write_model(model, tmp_path / name)
+    assert keras.saving.load_model(tmp_path / "a.keras").input_shape == (3, 4)
 
 
 @keras.saving.register_keras_serializable("test_exporting")

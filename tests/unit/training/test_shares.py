@@ -80,7 +80,7 @@ def test_all_ranks_take_equally_many_passes(known: bool) -> None:
         assert len(found) == 4
         of_records = [each for each in found if float(each.count)]
         assert [row for each in rows(of_records) for row in each] == [7, 8, 9, 10][:count]
-        assert sum(float(tf.reduce_sum(each.rows_that_count())) for each in found) == count
+        assert sum(float(tf.reduce_sum(each.row_weights())) for each in found) == count
         assert all(each.may_be_borrowed for each in found if not float(each.count))
 
 
