@@ -10,7 +10,10 @@ START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h. Started again, it goes on."""
 
 STOPPED = 76
-"""Exit code of a `launch` in a pod in place of 75 while the file STOP is there, which would stop a new pod too."""
+"""Exit code in place of START_AGAIN where the file STOP stopped the run: it would stop the next start too."""
+
+SAVED = {0, START_AGAIN, STOPPED}
+"""The exit codes of a rank that has lost nothing."""
 
 
 class RunError(Exception):

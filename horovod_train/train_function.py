@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from horovod_train.config.loader import as_dict, dump, load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import START_AGAIN, AlreadySaid, RunError, UserError
+from horovod_train.errors import SAVED, AlreadySaid, RunError, UserError
 from horovod_train.output.console import to_stdout
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _train_on_ranks(config: Config, ranks: int) -> None:
         words = ["launch", "-np", str(ranks), "--max-restarts", "0", "--", "--config", str(path)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         exit_code, errors = _shown([sys.executable, "-m", "horovod_train.main", *words], environment)
-    if exit_code not in (0, START_AGAIN):
+    if exit_code not in SAVED:
         said = errors[0] if errors else f"the run ended with exit code {exit_code}; what it printed says why"
         raise (UserError if exit_code == UserError.exit_code else RunError)(said)
 

@@ -190,7 +190,7 @@ FAILURES = (
         "stopped",
         "Asked to stop",
         "The file `STOP` was made in the run directory. SIGTERM, `train.max_time` and the end of a SLURM job's time "
-        "do the same.",
+        "do the same, with exit code 75.",
         LONG,
         _stop_file,
     ),

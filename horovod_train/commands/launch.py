@@ -41,7 +41,7 @@ from horovod_train.distributed.launch.started_ranks import (
     start_by_mpirun,
     start_here,
 )
-from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
+from horovod_train.errors import SAVED, START_AGAIN, STOPPED, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.rank_log import launch_log, now
@@ -141,8 +141,6 @@ class Plan:
     """The words before the program, of a command that would do the same."""
     may_wait: bool = False
     """Whether to wait for hosts already at the first start."""
-    is_member: bool = False
-    """Whether something else, such as Kubernetes, has started this launch, and starts it again if it ends with 75."""
 
 
 def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
@@ -182,7 +180,7 @@ def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting) -> Plan:
         return start_here(together, meeting.rank * slots, slots, words)
 
     how = f"{meeting.launcher} has started {meeting.size} of it; {slots} of {ranks} ranks are here"
-    return Plan(ranks, how, begin, is_member=True)
+    return Plan(ranks, how, begin)
 
 
 def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
@@ -277,11 +275,13 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int) -> Verdict:
             return Verdict("stop", code, why)
     first = ended.codes.get(ended.first, 1)
     how = _how_it_ended(kind, ended.first, first)
+    if STOPPED in codes and codes <= SAVED:
+        return Verdict("stop", STOPPED, f"the run has saved; remove the file {STOP_FILE} before it is started again")
     if asked_by:
-        is_saved = codes <= {0, START_AGAIN}
+        is_saved = codes <= SAVED
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
         return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {_signal_name(asked_by)}; {ending}")
-    if codes <= {0, START_AGAIN}:
+    if codes <= SAVED:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
     return Verdict("again", first, how)
 
@@ -324,8 +324,6 @@ class Supervisor:
         while True:
             self._say_start(restarts, newest)
             verdict, seconds, lost = self._start(is_first=not restarts)
-            if verdict.code == START_AGAIN and self._is_stopped_by_file():
-                verdict = Verdict("stop", STOPPED, f"{verdict.why}; remove {self.program.run_dir}/{STOP_FILE} first")
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows != "again":
                 self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
@@ -375,11 +373,6 @@ class Supervisor:
             kind, self._started = self._started.kind, None
         killed = sum(code > 128 for code in ended.codes.values())
         return judge(ended, kind, asked_by=self._asked_by), ended.seconds, killed or 1
-
-    def _is_stopped_by_file(self) -> bool:
-        """Return whether a file, and no signal, has stopped the ranks, and would stop those of another pod too."""
-        run_dir = self.program.run_dir
-        return self.plan.is_member and not self._asked_by and run_dir is not None and (run_dir / STOP_FILE).exists()
 
     def _on_signal(self, number: int, _: object) -> None:
         self._asked_by = self._asked_by or number

@@ -22,7 +22,7 @@ from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.batch_source import Batches, BatchSource
 from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
-from horovod_train.errors import START_AGAIN, DivergedError, RanksDisagree, RanksStartApart, RunError
+from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> int:
-    """Train as `config` says; return the exit code: 0 or START_AGAIN.
+    """Train as `config` says; return the exit code: 0, START_AGAIN or STOPPED.
 
     Collective: called by every rank. Raises UserError or RanksStartApart before the first step for problems that the
     user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
@@ -289,7 +289,9 @@ def _finish(run: Run, reason: StopReason) -> int:
     run.output.finish_trackers("stopped" if reason.restartable else "done", timeout_s=timeout_s)
     run.output.close()
     run.group.close()
-    exit_code = START_AGAIN if reason.restartable else 0
+    exit_code = 0
+    if reason.restartable:
+        exit_code = STOPPED if reason.text == STOP_FILE_REASON else START_AGAIN
     run.run_end.close("stopped" if exit_code else "done", exit_code)
     return exit_code
 

@@ -46,7 +46,8 @@ class StopReason:
 
 _WALLTIME, _LEASE = "walltime", "another run has taken the run directory"
 _SAVES = "checkpoints cannot be saved"
-_ALL = (*(number.name for number in STOP_SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE, _SAVES)
+# The file first, because it would stop the next start too.
+_ALL = (STOP_FILE_REASON, *(number.name for number in STOP_SIGNALS), _WALLTIME, _LEASE, _SAVES)
 LEASE_LOST = StopReason(_LEASE, restartable=True)
 SAVES_FAILED = StopReason(_SAVES, restartable=True)
 

@@ -145,7 +145,7 @@ def test_a_stop_file_does_not_send_a_job_round_in_circles(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
     job = submit_shipped(cluster, config, tmp_path, launch=launch)
-    assert job.wait() == ("FAILED", 75), job.said()
+    assert job.wait() == ("FAILED", 76), job.said()
     assert "requeued: " not in job.said()
 
 

@@ -18,7 +18,7 @@ import time
 
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.started_ranks import SAVE_WITHIN_S, Ended, StartedRanks, start_here
-from horovod_train.errors import START_AGAIN, RanksDisagree, UserError
+from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr
 
 
@@ -49,7 +49,7 @@ def _pass_on(ranks: StartedRanks) -> None:
 
 
 def exit_code_of(ended: Ended) -> int:
-    """Return one exit code for all ranks: that of the first that failed; else 75 if one was asked to stop; else 0.
+    """Return one exit code for all ranks: of the first that failed; else 76 or 75 if one was asked to stop; else 0.
 
     Codes that no other start would change come first.
     """
@@ -59,7 +59,7 @@ def exit_code_of(ended: Ended) -> int:
             return code
     if ended.first:
         return ended.codes.get(ended.first, 1)
-    return START_AGAIN if START_AGAIN in codes else 0
+    return next((code for code in (STOPPED, START_AGAIN) if code in codes), 0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import psutil
 from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, RANK, ROOT, SIZE, Meeting
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import START_AGAIN
+from horovod_train.errors import SAVED
 
 Kind = Literal["rank", "mpirun", "host"]
 """What a process of a start is: a rank, the mpirun of all ranks, or the agent of a host's ranks."""
@@ -198,7 +198,7 @@ class StartedRanks:
             for started in self._processes:
                 if started.name not in codes and (code := started.process.poll()) is not None:
                     codes[started.name] = 128 - code if code < 0 else code
-                    if codes[started.name] in (0, START_AGAIN):
+                    if codes[started.name] in SAVED:
                         continue
                     first = first or started.name
                     is_lost = started.kind == "host" and codes[started.name] == SSH_LOST

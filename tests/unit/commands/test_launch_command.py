@@ -40,6 +40,9 @@ def launch(*words: object) -> Finished:
         ([75, 75], 0, "stop", 75),
         ([75, 0], signal.SIGUSR1, "stop", 75),
         ([75, 137], signal.SIGTERM, "stop", 137),
+        ([76, 76], 0, "stop", 76),
+        ([76, 76], signal.SIGTERM, "stop", 76),  # started again, the file STOP would stop it again
+        ([76, 137], 0, "again", 137),
         ([143, 143], signal.SIGTERM, "stop", 143),
         ([1, 137], 0, "again", 1),
         ([75, 137], 0, "again", 137),
@@ -49,7 +52,7 @@ def launch(*words: object) -> Finished:
 )
 def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, follows: str, code: int) -> None:
     by_rank = {str(rank): each for rank, each in enumerate(codes)}
-    first = next((rank for rank, each in by_rank.items() if each not in (0, 75)), "")
+    first = next((rank for rank, each in by_rank.items() if each not in (0, 75, 76)), "")
     verdict = judge(Ended(by_rank, first, 1.0), "rank", asked_by=asked_by)
     assert (verdict.follows, verdict.code) == (follows, code)
 
@@ -150,36 +153,12 @@ def test_a_user_name_is_for_ssh_and_ranks_meet_at_the_host(tmp_path: Path) -> No
     assert set((tmp_path / "asked").read_text().split()) == {"me@n1", "you@n2"}  # this host is not asked
 
 
-@pytest.mark.parametrize("code", [2, 86, 75])
+@pytest.mark.parametrize("code", [2, 86, 75, 76])
 def test_a_fault_of_the_user_and_a_request_to_stop_end_it(tmp_path: Path, code: int) -> None:
     finished = launch("-np", 2, "--over", "gloo", "--", "sh", "-c", f"echo here >> {tmp_path}/starts; exit {code}")
     assert finished.returncode == code
     assert len((tmp_path / "starts").read_text().split()) == 2  # two ranks, once
     assert "launch: stopped: " in finished.stderr
-
-
-@pytest.mark.parametrize(
-    ("is_pod", "before_the_end", "code"),
-    [
-        (True, "touch {}/STOP", 76),
-        (True, "true", 75),
-        (True, "touch {}/STOP; kill -TERM $PPID", 75),
-        (False, "touch {}/STOP", 75),
-    ],
-)
-def test_a_stop_file_ends_a_pod_for_good(tmp_path: Path, is_pod: bool, before_the_end: str, code: int) -> None:
-    """Kubernetes would start a pod that ended with 75 again and again, and the file would stop each."""
-    environment = rank_environment()
-    words = ["-np", "1", "--over", "gloo"]
-    if is_pod:
-        environment |= {"JOB_COMPLETION_INDEX": "0", "HOROVOD_TRAIN_SIZE": "1", "HOROVOD_TRAIN_ROOT": "localhost"}
-        words = []
-    asked = "trap : TERM; " + before_the_end.format(tmp_path) + "; exit 75"
-    finished = run_process(
-        [*LAUNCH, *words, "--run-dir", str(tmp_path), "--", "sh", "-c", asked], environment=environment
-    )
-    assert finished.returncode == code, finished.text
-    assert (f"remove {tmp_path}/STOP" in finished.stderr) == (code == 76)
 
 
 def save(run_dir: Path) -> str:

@@ -62,6 +62,7 @@ def test_bash_can_parse_the_script_and_its_template(text: str) -> None:
     [
         ("75", "now", 75, True),
         ("2", "now", 2, False),
+        ("76", "now", 76, False),  # a file STOP would stop it again
         ("75", "1 hour ago", 1, False),  # of an earlier start
         (None, "now", 1, False),
     ],
