@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -215,11 +216,12 @@ def check_clocks(group: WorkerGroup) -> CheckResult:
 
 
 def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> CheckResult:
-    """offsets_s: each rank's clock minus root's."""
-    worst = max(range(len(offsets_s)), key=lambda rank: abs(offsets_s[rank]))
+    """offsets_s: each rank's clock minus root's. Root's own may be the wrong one, so the median counts as right."""
+    apart_s = [offset - statistics.median_low(offsets_s) for offset in offsets_s]
+    worst = max(range(len(apart_s)), key=lambda rank: abs(apart_s[rank]))
     facts = {"offsets_s": [round(offset, 6) for offset in offsets_s]}
-    skew = abs(offsets_s[worst])
+    skew = abs(apart_s[worst])
     if skew > MOST_SKEW_S:
-        text = f"rank {worst} ({hosts[worst]}) is {offsets_s[worst]:+.1f} s from root's clock"
+        text = f"rank {worst} ({hosts[worst]}) is {apart_s[worst]:+.1f} s from the median of the ranks' clocks"
         return warning("clocks", text, "Start chrony or ntpd there: times in logs mislead.", facts)
     return ok("clocks", f"within {max(skew * 1e3, 0.1):.1f} ms of one another", facts)

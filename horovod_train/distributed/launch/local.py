@@ -134,16 +134,23 @@ def is_linked_with_mpi(library: Path) -> bool:
 
 def list_gpus() -> dict[int, str]:
     """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
-    # The driver lists hidden ones too. With all hidden, ranks are to compute on CPU.
-    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if are_hidden or shutil.which("nvidia-smi") is None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the driver lists hidden ones too
+    names = None if visible is None else [name for name in re.split("[, ]+", visible) if name not in ("", "-1")]
+    if names == [] or shutil.which("nvidia-smi") is None:  # all hidden: ranks are to compute on CPU
         return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return parse_gpus(finished.stdout) if finished.returncode == 0 else {}
+    listed = parse_gpus(finished.stdout) if finished.returncode == 0 else {}
+    if names is None:
+        return listed
+    return {
+        index: uuid
+        for index, uuid in listed.items()
+        if any(int(name) == index if name.isdecimal() else uuid.startswith(name) for name in names)
+    }
 
 
 def parse_gpus(text: str) -> dict[int, str]:

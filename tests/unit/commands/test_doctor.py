@@ -167,10 +167,14 @@ def test_file_system_that_is_slow_or_full_is_said(tmp_path: Path) -> None:
 def test_clocks_apart_are_said() -> None:
     assert judge_clocks([0.0, -0.4], ["a", "b"]).level == "ok"
     found = judge_clocks([0.0, 0.1, -7.0], ["a", "a", "b"])
-    assert (found.level, found.text) == ("warning", "rank 2 (b) is -7.0 s from root's clock")
+    assert (found.level, found.text) == ("warning", "rank 2 (b) is -7.0 s from the median of the ranks' clocks")
+    found = judge_clocks([0.0, 7.0, 7.1], ["a", "b", "c"])  # root's is wrong, not the two others
+    assert found.text == "rank 0 (a) is -7.0 s from the median of the ranks' clocks"
 
 
-@pytest.mark.parametrize(("visible", "level"), [("", "ok"), ("-1", "ok"), ("0", "fail"), (None, "fail")])
+@pytest.mark.parametrize(
+    ("visible", "level"), [("", "ok"), ("-1", "ok"), ("1", "ok"), ("0", "fail"), ("GPU-5", "fail"), (None, "fail")]
+)
 def test_gpus_that_are_hidden_on_purpose_are_not_missed(
     visible: str | None, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
