@@ -6,9 +6,9 @@ loaded before, by several threads at the same time, because most libraries let o
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -30,9 +30,8 @@ class Pages:
 
     def __init__(self, storage: Storage, url: str, max_pages: int = 4) -> None:
         """max_pages: cached pages, of 256 KiB each. Raises UserError for a file that cannot be read."""
-        self._storage, self.url, self._max_pages = storage, url, max_pages
-        self._pages: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._storage, self.url = storage, url
+        self._page = functools.lru_cache(max_pages)(lambda number: self.read(number * _PAGE, _PAGE))
         try:
             self.size = storage.stamp(url).size
         except OSError as error:
@@ -52,18 +51,6 @@ class Pages:
         first, last = offset // _PAGE, (offset + max(length, 1) - 1) // _PAGE
         joined = b"".join(self._page(number) for number in range(first, last + 1))
         return joined[offset - first * _PAGE : offset - first * _PAGE + length]
-
-    def _page(self, number: int) -> bytes:
-        with self._lock:
-            if number in self._pages:
-                self._pages.move_to_end(number)
-                return self._pages[number]
-        page = self.read(number * _PAGE, _PAGE)
-        with self._lock:
-            self._pages[number] = page
-            while len(self._pages) > self._max_pages:
-                self._pages.popitem(last=False)
-        return page
 
 
 class RemoteFile(io.RawIOBase):
