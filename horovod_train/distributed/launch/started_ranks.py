@@ -60,15 +60,19 @@ class Ended:
 
 
 class Started:
-    """One process of a start. A rank may be a shell script: what it starts is in its process group, and ends with it.
+    """One process of a start, with `ranks` ranks. A rank may be a shell script: what it starts ends with it.
 
-    What it moves to another group does not.
+    It is in the process group of the script; what moves to another group does not end.
     """
 
-    def __init__(self, kind: Kind, name: str, process: subprocess.Popen[bytes]) -> None:
-        self.kind, self.name, self.process = kind, name, process
+    def __init__(self, kind: Kind, name: str, process: subprocess.Popen[bytes], ranks: int = 1) -> None:
+        self.kind, self.name, self.process, self._ranks = kind, name, process, ranks
         self._asked: set[psutil.Process] = set()
         """The processes of a rank that have been asked to end. A second SIGINT would end them unsaved."""
+        self._number = 0
+        """The signal for the ranks of mpirun; 0 if there is none."""
+        self._told: set[psutil.Process] = set()
+        """The ranks of mpirun that have got it."""
         self._kill_at: float | None = None
         self._is_over = False
         """Whether nothing is left of a rank: its number may then belong to other processes."""
@@ -84,9 +88,24 @@ class Started:
         elif self.kind == "host":
             self._tell_agent(number)
         else:
-            for rank in psutil.Process(self.process.pid).children():
-                with suppress(psutil.NoSuchProcess):
-                    rank.send_signal(number)
+            self._number, self._told = number, set()
+            self.send_late()
+
+    def send_late(self) -> None:
+        """Send the newest signal to those ranks that mpirun had not started when it came."""
+        if not self._number or len(self._told) == self._ranks or self.process.poll() is not None:
+            return
+        with suppress(psutil.NoSuchProcess):
+            mpirun = psutil.Process(self.process.pid)
+            for rank in mpirun.children():
+                if rank in self._told or not _has_begun(rank, mpirun):
+                    continue
+                self._told.add(rank)
+                if self._number == signal.SIGKILL:
+                    with suppress(ProcessLookupError):
+                        os.killpg(rank.pid, signal.SIGKILL)
+                else:
+                    self._send_to_each(_that_may_end(rank.pid, self._number), self._number)
 
     @property
     def was_asked(self) -> bool:
@@ -152,7 +171,7 @@ def _with_children_of_shells(leader: int) -> list[psutil.Process]:
     def walk(process: psutil.Process) -> Iterator[psutil.Process]:
         yield process
         with suppress(psutil.Error):
-            if Path(process.exe()).name in _SHELLS:
+            if _is_shell(process):
                 for child in process.children():
                     if os.getpgid(child.pid) == leader:
                         yield from walk(child)
@@ -160,6 +179,38 @@ def _with_children_of_shells(leader: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
         return list(walk(psutil.Process(leader)))
     return []
+
+
+def _that_may_end(leader: int, number: int) -> list[psutil.Process]:
+    """Return the processes of a rank of mpirun that a signal is for.
+
+    mpirun ends all ranks, unsaved, when a shell is killed by it: those that do not catch it are left out.
+    """
+    processes = _with_children_of_shells(leader)
+    return [each for each in processes if not _is_shell(each) or _catches(each, number)] or processes
+
+
+def _is_shell(process: psutil.Process) -> bool:
+    try:
+        return Path(process.exe()).name in _SHELLS
+    except psutil.Error:
+        return False
+
+
+def _catches(process: psutil.Process, number: int) -> bool:
+    try:
+        caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    except (OSError, IndexError):  # it has ended
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _has_begun(rank: psutil.Process, mpirun: psutil.Process) -> bool:
+    """Return whether a child of mpirun runs its program: before that it is a copy of mpirun, and drops signals."""
+    try:
+        return rank.exe() != mpirun.exe()
+    except psutil.Error:
+        return False
 
 
 def _members(group: int) -> list[psutil.Process]:
@@ -196,6 +247,7 @@ class StartedRanks:
         first, kill_at = "", math.inf
         while sum(started.end_rest() for started in self._processes) or len(codes) < len(self._processes):
             for started in self._processes:
+                started.send_late()
                 if started.name not in codes and (code := started.process.poll()) is not None:
                     codes[started.name] = 128 - code if code < 0 else code
                     if codes[started.name] in SAVED:
@@ -219,7 +271,9 @@ class StartedRanks:
 
 
 def start_by_mpirun(ranks: int, program: Sequence[str]) -> StartedRanks:
-    return StartedRanks([Started("mpirun", "mpirun", start([*launch_command("mpirun", ranks), *program], os.environ))])
+    # mpirun passes SIGUSR1 on to its ranks; after SIGTERM it would kill them a second later.
+    mpirun = start([*launch_command("mpirun", ranks), *program], os.environ, at_parents_end=signal.SIGUSR1)
+    return StartedRanks([Started("mpirun", "mpirun", mpirun, ranks)])
 
 
 def new_meeting(ranks: int, root: str) -> dict[str, str]:
@@ -254,18 +308,23 @@ def start_here(meeting: Mapping[str, str], first: int, ranks: int, program: Sequ
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when the one that started it ends, even if that is killed."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    is_agent: bool = False,
+    at_parents_end: signal.Signals = signal.SIGTERM,
+) -> subprocess.Popen[bytes]:
+    """Start a process that gets a signal when this one ends, even if that is killed. An agent sees its input end."""
 
+    def end_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, at_parents_end)
 
-def start(command: Sequence[str], environment: Mapping[str, str], *, is_agent: bool = False) -> subprocess.Popen[bytes]:
-    """Start a process that gets SIGTERM when this one ends. That of an agent's is read from; see hosts."""
     # A session of its own: Ctrl-C would reach the ranks from the terminal too, and a second one ends them unsaved.
     return subprocess.Popen(
         list(command),
         env=dict(environment),
         stdin=subprocess.PIPE if is_agent else subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=None if is_agent else _end_with_parent,  # an agent sees that its input ends
+        preexec_fn=None if is_agent else end_with_parent,  # an agent sees that its input ends
     )

@@ -208,7 +208,9 @@ def test_without_progress_it_tries_with_fewer_ranks(tmp_path: Path) -> None:
     assert [start for start in starts if start] == [": 2 rank", ": 2 rank", ": 1 rank"]
 
 
-TRAPS = "trap 'exit 75' TERM USR1; echo here > {folder}/$HOROVOD_TRAIN_RANK; while :; do sleep 0.05; done"
+WAITS = "echo here > {folder}/${{HOROVOD_TRAIN_RANK:-$OMPI_COMM_WORLD_RANK}}; while :; do sleep 0.05; done"
+TRAPS = f"trap 'exit 75' TERM USR1; {WAITS}"
+SAVES = f"trap 'sleep {{seconds}}; echo saved > {{folder}}/saved; exit 75' TERM USR1; {WAITS}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -219,22 +221,23 @@ def test_signals_reach_all_ranks(tmp_path: Path, number: signal.Signals) -> None
     assert started.wait(HANGS_AFTER_S) == 75
 
 
-def test_ranks_are_asked_to_stop_when_launch_is_killed(tmp_path: Path) -> None:
-    program = f"echo $$ > {tmp_path}/$HOROVOD_TRAIN_RANK.pid; {TRAPS.format(folder=tmp_path)}"
-    started = start(tmp_path, program)
-    ranks = [psutil.Process(int((tmp_path / f"{rank}.pid").read_text())) for rank in (0, 1)]
+@pytest.mark.parametrize(("over", "ranks", "seconds"), [("gloo", 2, 0), ("mpi", 1, 2)])
+def test_ranks_may_save_when_launch_is_killed(tmp_path: Path, over: str, ranks: int, seconds: int) -> None:
+    started = start(tmp_path, SAVES.format(folder=tmp_path, seconds=seconds), over, ranks)
+    below = psutil.Process(started.pid).children(recursive=True)
     started.kill()
     started.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
+    _, alive = psutil.wait_procs(below, timeout=HANGS_AFTER_S)
     assert not alive
+    assert (tmp_path / "saved").exists()
 
 
-def start(folder: Path, program: str) -> subprocess.Popen[bytes]:
-    """Returns when both ranks run."""
-    words = [*LAUNCH, "-np", "2", "--over", "gloo", "--", "sh", "-c", program]
+def start(folder: Path, program: str, over: str = "gloo", ranks: int = 2) -> subprocess.Popen[bytes]:
+    """Returns when all ranks run."""
+    words = [*LAUNCH, "-np", str(ranks), "--over", over, "--", "sh", "-c", program]
     started = subprocess.Popen(words, cwd=PROJECT, env=rank_environment(), stderr=subprocess.DEVNULL)
     until = time.monotonic() + HANGS_AFTER_S
-    while not all((folder / rank).exists() for rank in "01"):
+    while not all((folder / str(rank)).exists() for rank in range(ranks)):
         assert started.poll() is None
         assert time.monotonic() < until
         time.sleep(0.01)

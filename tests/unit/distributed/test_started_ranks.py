@@ -14,12 +14,12 @@ import pytest
 from conftest import HANGS_AFTER_S
 
 from horovod_train.distributed.launch import started_ranks
-from horovod_train.distributed.launch.started_ranks import Ended, StartedRanks, new_meeting, start_here
+from horovod_train.distributed.launch.started_ranks import Ended, StartedRanks, new_meeting, start_by_mpirun, start_here
 
 RANK = """
 import os, select, signal, sys
 folder = sys.argv[1]
-name = f"{folder}/{os.environ['HOROVOD_TRAIN_RANK']}"
+name = f"{folder}/{os.environ.get('HOROVOD_TRAIN_RANK') or os.environ['OMPI_COMM_WORLD_RANK']}"
 reading, writing = os.pipe()
 os.set_blocking(writing, False)
 signal.set_wakeup_fd(writing)
@@ -48,9 +48,18 @@ def rank(tmp_path: Path) -> Iterator[str]:
             continue
 
 
-def begin(folder: Path, ranks: int, program: Sequence[str]) -> tuple[StartedRanks, list[psutil.Process]]:
+Start = Callable[[int, Sequence[str]], StartedRanks]
+
+
+def by_launch(ranks: int, program: Sequence[str]) -> StartedRanks:
+    return start_here(new_meeting(ranks, "localhost"), 0, ranks, program)
+
+
+def begin(
+    folder: Path, ranks: int, program: Sequence[str], start: Start = by_launch
+) -> tuple[StartedRanks, list[psutil.Process]]:
     """Returns when all ranks run, with the processes that are ranks."""
-    started = start_here(new_meeting(ranks, "localhost"), 0, ranks, program)
+    started = start(ranks, program)
     files = [folder / f"{rank}.pid" for rank in range(ranks)]
     wait_until(lambda: all(file.exists() for file in files))
     return started, [psutil.Process(int(file.read_text())) for file in files]
@@ -80,12 +89,26 @@ def is_over(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("script", ["exec {}", "{}; true", "trap 'exit 75' TERM INT; {}; true", "({}; true); true"])
+WITH_A_TRAP = "trap 'exit 75' TERM INT; {}; true"
+
+
+@pytest.mark.parametrize(
+    ("start", "script", "number"),
+    [
+        *(
+            (by_launch, script, number)
+            for script in ("exec {}", "{}; true", WITH_A_TRAP, "({}; true); true")
+            for number in (signal.SIGTERM, signal.SIGINT)
+        ),
+        (start_by_mpirun, "{}; true", signal.SIGINT),
+        (start_by_mpirun, WITH_A_TRAP, signal.SIGTERM),
+        (start_by_mpirun, "({}; true); true", signal.SIGTERM),
+    ],
+)
 def test_ranks_of_a_shell_get_a_signal_once_and_may_save(
-    tmp_path: Path, rank: str, script: str, number: signal.Signals
+    tmp_path: Path, rank: str, start: Start, script: str, number: signal.Signals
 ) -> None:
-    started, ranks = begin(tmp_path, 2, ["bash", "-c", script.format(rank)])
+    started, ranks = begin(tmp_path, 2, ["bash", "-c", script.format(rank)], start)
     started.send(number)
     wait(started)
     assert [(tmp_path / f"{rank}.received").read_text() for rank in range(2)] == [f"{int(number)}\n"] * 2
@@ -115,10 +138,24 @@ def test_what_does_not_end_is_killed(tmp_path: Path, rank: str, monkeypatch: pyt
     assert is_over(ranks[0])
 
 
-@pytest.mark.parametrize("is_signal", [False, True])
-def test_killed_ranks_leave_nothing(tmp_path: Path, rank: str, is_signal: bool) -> None:
+def test_a_shell_of_mpirun_that_catches_a_signal_gets_it(tmp_path: Path) -> None:
+    script = f"trap 'exit 75' TERM; touch {tmp_path}/0.begun; while :; do sleep 0.05; done"
+    started = start_by_mpirun(1, ["bash", "-c", script])
+    wait_until((tmp_path / "0.begun").exists)
+    started.send(signal.SIGTERM)
+    assert wait(started).codes == {"mpirun": 75}
+
+
+def test_ranks_that_mpirun_has_not_started_yet_get_a_signal() -> None:
+    started = start_by_mpirun(1, ["sleep", str(2 * HANGS_AFTER_S)])
+    started.send(signal.SIGTERM)
+    assert wait(started).codes == {"mpirun": 128 + signal.SIGTERM}
+
+
+@pytest.mark.parametrize(("start", "is_signal"), [(by_launch, False), (by_launch, True), (start_by_mpirun, False)])
+def test_killed_ranks_leave_nothing(tmp_path: Path, rank: str, start: Start, is_signal: bool) -> None:
     """By the agent of a host too, which gets the number of the signal."""
-    started, ranks = begin(tmp_path, 2, ["bash", "-c", f"{rank}; true"])
+    started, ranks = begin(tmp_path, 2, ["bash", "-c", f"{rank}; true"], start)
     if is_signal:
         started.send(signal.SIGKILL)
         wait(started)
