@@ -32,6 +32,13 @@ class UserError(RunError):
     exit_code = 2
 
 
+class InUse(RunError):
+    """Another run has the run directory, or a rank of an earlier start that its host's loss has cut off still does."""
+
+    exit_code = 73
+    """EX_CANTCREAT of sysexits.h."""
+
+
 class RanksDisagree(RunError):
     """The ranks hold different weights."""
 

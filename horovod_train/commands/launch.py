@@ -41,7 +41,7 @@ from horovod_train.distributed.launch.started_ranks import (
     start_by_mpirun,
     start_here,
 )
-from horovod_train.errors import SAVED, START_AGAIN, STOPPED, RanksDisagree, UserError
+from horovod_train.errors import SAVED, START_AGAIN, STOPPED, InUse, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.rank_log import launch_log, now
@@ -262,8 +262,11 @@ class Verdict(NamedTuple):
     why: str
 
 
-def judge(ended: Ended, kind: Kind, *, asked_by: int) -> Verdict:
-    """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has."""
+def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> Verdict:
+    """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has.
+
+    is_first: whether no start came before, of which a rank on a host that is lost may still run.
+    """
     codes = set(ended.codes.values())
     if codes == {0}:
         return Verdict("done", 0, "done")
@@ -283,6 +286,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int) -> Verdict:
         return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {_signal_name(asked_by)}; {ending}")
     if codes <= SAVED:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
+    if InUse.exit_code in codes:
+        return Verdict("stop" if is_first else "again", InUse.exit_code, "another run has the run directory")
     return Verdict("again", first, how)
 
 
@@ -329,7 +334,7 @@ class Supervisor:
                 self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
                 return verdict.code
             before, newest = newest, self._newest()
-            if lost:  # else no rank has started, as while hosts do not answer
+            if lost:  # else no rank has trained, as while hosts do not answer
                 in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
             if restarts == self.max_restarts:
                 return self._give_up(f"{after}; --max-restarts {self.max_restarts} is used up", verdict.code)
@@ -351,7 +356,7 @@ class Supervisor:
     def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:
         """Start the ranks and wait; return what follows, after how many seconds, and how many ranks were lost.
 
-        0 are lost if the hosts had no room to start.
+        0 are lost if the hosts had no room to start, or the run directory was in use.
         """
         command = self.program.first if is_first else self.program.later
         try:
@@ -371,8 +376,9 @@ class Supervisor:
         finally:
             self._started.kill()
             kind, self._started = self._started.kind, None
+        verdict = judge(ended, kind, asked_by=self._asked_by, is_first=is_first)
         killed = sum(code > 128 for code in ended.codes.values())
-        return judge(ended, kind, asked_by=self._asked_by), ended.seconds, killed or 1
+        return verdict, ended.seconds, 0 if verdict.code == InUse.exit_code else killed or 1
 
     def _on_signal(self, number: int, _: object) -> None:
         self._asked_by = self._asked_by or number

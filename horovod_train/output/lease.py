@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
-from horovod_train.errors import UserError
+from horovod_train.errors import InUse
 from horovod_train.output.files import must_be_writable
 from horovod_train.output.removal import Artifact, remove, replace
 
@@ -141,7 +141,7 @@ def open_lease(
     that looks stale because a clock was set, may be of a live run. It is watched until it is refreshed or stale: for at
     least two refreshes, however old it looks, and at most stale_s. job: the scheduler's name for this job.
 
-    Raises UserError if another run has the directory or the lease cannot be written.
+    Raises InUse if another run has the directory, UserError if the lease cannot be written.
     """
     if directory is None:
         return Lease()
@@ -172,7 +172,7 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
 def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> float:
     """Wait until the lease is free or stale, then write that of this run; return the time just before (see _now).
 
-    Raises UserError if another run keeps it.
+    Raises InUse if another run keeps it.
 
     probe: a file of this process, whose time is set as the lease's is: under NFS by the server's clock, under Lustre or
     FUSE by each client's. Those clocks may differ, so a lease is replaced only after two refresh intervals without a
@@ -207,7 +207,7 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
                 return now
             is_fresh = has_changed or (is_here and silent_s <= stale_s)
             if (is_fresh and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
-                raise UserError(
+                raise InUse(
                     f"output_dir: {path.parent} is in use by another run: {name}. Stop that run, or choose another "
                     "directory with --output-dir."
                 )

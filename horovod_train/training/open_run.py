@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 def open_run(config: Config) -> Iterator[Run]:
     """Collective: open a run, from the group of ranks to the compiled steps. The state is not yet restored.
 
-    Raises UserError or RanksStartApart for problems that the user must fix.
+    Raises UserError, InUse or RanksStartApart for problems that the user must fix.
     """
     started = time.monotonic()
     with ExitStack() as stack:

@@ -48,6 +48,7 @@ def launch(*words: object) -> Finished:
         ([75, 137], 0, "again", 137),
         ([87, 87], 0, "again", 87),
         ([1], 0, "again", 1),
+        ([73, 73], 0, "stop", 73),
     ],
 )
 def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, follows: str, code: int) -> None:
@@ -55,6 +56,16 @@ def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, 
     first = next((rank for rank, each in by_rank.items() if each not in (0, 75, 76)), "")
     verdict = judge(Ended(by_rank, first, 1.0), "rank", asked_by=asked_by)
     assert (verdict.follows, verdict.code) == (follows, code)
+
+
+def test_a_directory_that_an_earlier_start_still_has_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As by a root that is cut off, and can write there."""
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    room: list[OneStart | None] = [OneStart(137, 0), *[OneStart(73, 73)] * 3, OneStart(0, 0)]
+    assert supervise(room, PLAN, Program(["x"], ["x"], tmp_path)) == 0
+    assert capfd.readouterr().err.count("another run has the run directory, after ") == 3
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_bash_can_parse_the_script_and_its_template(text: str) -> None:
         ("75", "now", 75, True),
         ("2", "now", 2, False),
         ("76", "now", 76, False),  # a file STOP would stop it again
+        ("73", "now", 73, True),  # a rank of the earlier start still has the run directory
         ("75", "1 hour ago", 1, False),  # of an earlier start
         (None, "now", 1, False),
     ],
@@ -86,6 +87,7 @@ def test_under_horovodrun_the_code_that_rank_0_left_counts(
     (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}:{Path(sys.executable).parent}:$PATH\n")
     script = SHIPPED.read_text().replace("\nLAUNCH=srun\n", "\nLAUNCH=horovodrun\n")
     given = {"SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
+    given["SLURM_RESTART_COUNT"] = "1"
     finished = subprocess.run(
         ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", str(end.parent.parent)],
         input=script,

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from horovod_train.errors import UserError
+from horovod_train.errors import InUse, UserError
 from horovod_train.output import lease
 from horovod_train.output.lease import FileLease, Lease, describe_me, has_run_since, is_running, open_lease, start_ticks
 
@@ -80,7 +80,7 @@ def test_a_lease_names_its_holder_and_goes_at_the_end(tmp_path: Path) -> None:
 
 def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     held = open_lease(tmp_path, job="4711")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(InUse) as refused:
         open_lease(tmp_path)
     line = str(refused.value)
     assert line.startswith(
@@ -119,7 +119,7 @@ def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(
     holder = SPAWN.Process(target=hold, args=(tmp_path,), daemon=True)
     holder.start()
     assert wait_for(lambda: (tmp_path / "lease.json").exists() and (tmp_path / "lease.json").read_text())
-    with pytest.raises(UserError, match=f"is in use by another run: pid {holder.pid} "):
+    with pytest.raises(InUse, match=f"is in use by another run: pid {holder.pid} "):
         open_lease(tmp_path)  # as long as it lives
     holder.kill()
     if is_reaped:
@@ -138,7 +138,7 @@ def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_pa
     (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(me, started="1"))))
     open_lease(tmp_path).close()
     (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(me)))
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(InUse, match="in use"):
         open_lease(tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_a_stale_lease_is_watched_also_by_a_run_that_looked_late(
 
     monkeypatch.setattr(Path, "touch", slowly)
     between_looks(monkeypatch, lambda: os.utime(tmp_path / "lease.json"))
-    with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+    with pytest.raises(InUse, match=r"in use by another run: pid .* on node12"):
         open_lease(tmp_path, refresh_s=0.1)
 
 
@@ -185,7 +185,7 @@ def test_a_live_lease_that_looks_stale_because_clocks_differ_is_respected(
     """As where the client's clock stamps files, and the other host's is behind by more than stale_s."""
     leave(tmp_path, age_s=behind_s)
     between_looks(monkeypatch, lambda: os.utime(tmp_path / "lease.json", (time.time() - behind_s,) * 2))
-    with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+    with pytest.raises(InUse, match=r"in use by another run: pid .* on node12"):
         open_lease(tmp_path)
     assert told(tmp_path)["host"] == "node12"
 
@@ -202,7 +202,7 @@ def test_a_last_sign_in_the_future_is_watched_for_no_longer(tmp_path: Path, said
 def test_a_lease_of_another_host_that_shows_life_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(tmp_path, age_s=1)
     between_looks(monkeypatch, lambda: os.utime(tmp_path / "lease.json"))
-    with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+    with pytest.raises(InUse, match=r"in use by another run: pid .* on node12"):
         open_lease(tmp_path, stale_s=300)
 
 
@@ -216,7 +216,7 @@ def test_the_clock_of_this_host_does_not_matter(
     held = open_lease(tmp_path, refresh_s=0.05)
     assert is_refreshed(tmp_path / "lease.json")
     assert abs((tmp_path / "lease.json").stat().st_mtime - now()) < 60
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(InUse, match="in use"):
         open_lease(tmp_path)
     held.close()
 
@@ -224,7 +224,7 @@ def test_the_clock_of_this_host_does_not_matter(
 def test_a_live_lease_of_this_host_is_respected_after_its_clock_was_set_forward(tmp_path: Path) -> None:
     held = open_lease(tmp_path, refresh_s=0.5)
     os.utime(tmp_path / "lease.json", (time.time() - 3600,) * 2)
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(InUse, match="in use"):
         open_lease(tmp_path, refresh_s=60)  # watches for two minutes, however late the holder's thread is
     assert held.is_ours()
     held.close()
@@ -253,7 +253,7 @@ def test_a_taker_that_is_stuck_does_not_hold_up_the_others_forever(tmp_path: Pat
     leave(tmp_path, age_s=60)
     with lease._opened(tmp_path / "lease.json") as stuck:
         fcntl.flock(stuck, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="in use by another run"):
+        with pytest.raises(InUse, match="in use by another run"):
             open_lease(tmp_path, stale_s=0.2, refresh_s=0.1)
 
 
@@ -456,7 +456,7 @@ def race(directories: list[Path], guard: str, barrier: Barrier, first_has_it: Ev
             held = open_lease(directory, refresh_s=0.1)
             won.put((number, os.getpid()))
             first_has_it.set()
-        except UserError:
+        except InUse:
             pass
         barrier.wait(300)
         if held is not None:
