@@ -148,15 +148,16 @@ def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
 
     Raises UserError if variables are missing, or if two conventions disagree on rank or size.
     """
-    found = [_read(convention, environment) for convention in CONVENTIONS if _is_used(convention, environment)]
+    used = [convention for convention in CONVENTIONS if _is_used(convention, environment)]
+    # The first one has what its launcher gave to this process alone; the pod that it runs in has an index of its own.
+    if used and (used[0].launcher == "launch" or "TORCHELASTIC_RUN_ID" in environment):
+        return _read(used[0], environment)
+    found = [_read(convention, environment) for convention in used]
     if environment.get("TF_CONFIG", "").strip():
         found += filter(None, [_read_tf_config(environment["TF_CONFIG"])])
     if not found:
         return None
-    # The first one has what its launcher gave to this process alone; the pod of a torchrun has an index of its own.
     first = found[0]
-    if first.launcher == "launch" or "TORCHELASTIC_RUN_ID" in environment:
-        return first
     for other in found[1:]:
         if (other.rank, other.size) != (first.rank, first.size):
             raise UserError(

@@ -55,6 +55,12 @@ INDEXED = {
     "HOROVOD_TRAIN_ROOT": "job-0.job",
     "HOROVOD_TRAIN_PORT": "29400",
 }
+LAUNCHED = {
+    "HOROVOD_TRAIN_RANK": "1",
+    "HOROVOD_TRAIN_LOCAL_RANK": "1",
+    "HOROVOD_TRAIN_SIZE": "2",
+    "HOROVOD_TRAIN_ROOT": "localhost",
+}
 JSRUN = {
     "JSM_NAMESPACE_RANK": "5",
     "JSM_NAMESPACE_SIZE": "6",
@@ -110,6 +116,7 @@ SLURM = {
         (torchrun() | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, "torchrun", 0, 2, 0, "localhost", 29500),
         (ENV_METHOD, "torchrun", 1, 4, None, "algo-1", 7777),
         (ENV_METHOD | {"LOCAL_RANK": "1"}, "torchrun", 1, 4, 1, "algo-1", 7777),
+        (LAUNCHED | {"JOB_COMPLETION_INDEX": "5"}, "launch", 1, 2, 1, "localhost", None),
         (INDEXED, "indexed-job", 3, 4, None, "job-0.job", 29400),
         (JSRUN, "jsrun", 5, 6, 2, "h41n03", None),
         (JSRUN | {"OMPI_COMM_WORLD_RANK": "5", "HOROVOD_CONTROLLER": "gloo"}, "jsrun", 5, 6, 2, "h41n03", None),
