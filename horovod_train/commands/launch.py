@@ -203,7 +203,10 @@ def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
         raise UserError(f"launch: -H names {sum(host.slots for host in found)} slots; -np wants {ranks}.")
 
     def begin(words: Sequence[str], most: int, least: int) -> StartedRanks:
-        there = find()
+        try:
+            there = find()
+        except UserError as error:  # it could be asked when launch began
+            raise NotEnough(str(error).rstrip(".")) from error
         silent = hosts.ask_hosts(there)
         for name, reason in silent.items():
             to_stderr(f"launch: {name} is left out, because it does not answer: {reason}")

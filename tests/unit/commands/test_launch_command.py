@@ -255,6 +255,20 @@ def start(folder: Path, program: str, over: str = "gloo", ranks: int = 2) -> sub
     return started
 
 
+def test_a_discovery_that_fails_between_two_starts_is_asked_again(tmp_path: Path) -> None:
+    """It is asked when launch begins, and before each start."""
+    discovery = tmp_path / "hosts.sh"
+    discovery.write_text(
+        f"#!/bin/sh\necho >> {tmp_path}/asked; [ $(wc -l < {tmp_path}/asked) != 3 ] || {{ echo no answer; exit 1; }}\n"
+        "echo localhost:1\n"
+    )
+    discovery.chmod(0o755)
+    program = f"echo >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 2 ]"
+    finished = launch("--host-discovery", discovery, "--", "sh", "-c", program)
+    assert finished.returncode == 0, finished.text
+    assert "ended with exit code 1: no answer, after 0 s; next start in" in finished.stderr
+
+
 class OneStart:
     """A start whose ranks ended with these codes."""
 
