@@ -17,7 +17,7 @@ import threading
 import time
 
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
-from horovod_train.distributed.launch.started_ranks import SAVE_WITHIN_S, Ended, StartedRanks, start_here
+from horovod_train.distributed.launch.started_ranks import SAVE_WITHIN_S, SSH_LOST, Ended, StartedRanks, start_here
 from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr
 
@@ -51,14 +51,15 @@ def _pass_on(ranks: StartedRanks) -> None:
 def exit_code_of(ended: Ended) -> int:
     """Return one exit code for all ranks: of the first that failed; else 76 or 75 if one was asked to stop; else 0.
 
-    Codes that no other start would change come first.
+    Codes that no other start would change come first. That of a host which ssh does not reach is none of a rank's.
     """
     codes = set(ended.codes.values())
     for code in (RanksDisagree.exit_code, UserError.exit_code):
         if code in codes:
             return code
     if ended.first:
-        return ended.codes.get(ended.first, 1)
+        code = ended.codes.get(ended.first, 1)
+        return 1 if code == SSH_LOST else code
     return next((code for code in (STOPPED, START_AGAIN) if code in codes), 0)
 
 

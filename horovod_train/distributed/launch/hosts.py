@@ -141,7 +141,7 @@ def share_out(hosts: Sequence[Host], ranks: int) -> list[Share]:
 
 def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRanks:
     """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths."""
-    root = "localhost" if len(shares) == 1 and is_this_host(shares[0].host) else address_of(shares[0].host)
+    root = "localhost" if len(shares) == 1 else address_of(shares[0].host)
     meeting = new_meeting(sum(share.ranks for share in shares), root)
     environment = {name: value for name, value in os.environ.items() if not _OF_THIS_HOST.fullmatch(name)}
     started = []

@@ -150,18 +150,33 @@ def test_each_rank_knows_its_place_and_all_share_a_secret(tmp_path: Path) -> Non
     assert len(places[0]["HOROVOD_TRAIN_TOKEN"]) == 32
 
 
-def test_a_user_name_is_for_ssh_and_ranks_meet_at_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "asked", "root"),
+    [
+        (f"me@n1,you@n2,me@{socket.gethostname()}", {"me@n1", "you@n2"}, "n1"),  # this host is not asked
+        ("n2:3", {"n2"}, "localhost"),  # one host: nothing listens on its network
+    ],
+)
+def test_a_user_name_is_for_ssh_and_ranks_meet_at_the_host(
+    tmp_path: Path, hosts: str, asked: set[str], root: str
+) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text(f'#!/bin/bash\necho "${{@: -2:1}}" >> {tmp_path}/asked\nexec sh -c "${{@: -1}}"\n')
     ssh.chmod(0o755)
     environment = rank_environment()
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     program = f"echo $HOROVOD_TRAIN_ROOT > {tmp_path}/$HOROVOD_TRAIN_RANK"
-    words = ["-H", f"me@n1,you@n2,me@{socket.gethostname()}", "--", "sh", "-c", program]
+    words = ["-H", hosts, "--", "sh", "-c", program]
     finished = run_process([*LAUNCH, *words], environment=environment)
     assert finished.returncode == 0, finished.text
-    assert [(tmp_path / rank).read_text() for rank in "012"] == ["n1\n"] * 3
-    assert set((tmp_path / "asked").read_text().split()) == {"me@n1", "you@n2"}  # this host is not asked
+    assert [(tmp_path / rank).read_text() for rank in "012"] == [f"{root}\n"] * 3
+    assert set((tmp_path / "asked").read_text().split()) == asked
+
+
+def test_a_rank_that_ends_as_a_lost_host_would_is_none() -> None:
+    finished = launch("-H", "localhost:1", "--max-restarts", 0, "--", "sh", "-c", "exit 255")
+    assert finished.returncode == 1
+    assert "launch: stopped: a rank on localhost ended with exit code 1, after" in finished.stderr
 
 
 @pytest.mark.parametrize("code", [2, 86, 75, 76])
