@@ -200,7 +200,8 @@ class TrainStep:
         with tf.control_dependencies([failed]):  # a step counts only after its exchanges
             state.step.assign_add(1)
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
-            self.forward_state.combine(before, self.shares)
+            is_empty = tf.equal(total, 0.0) if self.rows.are_counted else None
+            self.forward_state.combine(before, self.shares, is_empty)
         with tf.name_scope("update_parameters"):
             has_failed = self._end_update(failed, before_last, None if state.synchronization.delay else batch)
         with tf.name_scope("exchange"):
@@ -329,9 +330,10 @@ class TrainStep:
 
     @property
     def _kept_variables(self) -> list[tf.Variable]:
-        """What a borrowed row does not change: states of metrics, and what is not combined by shares in each step."""
-        forward_state = [] if self.forward_state.in_each_step else self.forward_state.variables
-        return [*self.figures.variables, *forward_state]
+        """What a borrowed row does not change: states of metrics and, save for counters of passes, forward state."""
+        in_each_step = self.forward_state.in_each_step
+        kept = [each for each in self.forward_state.variables if each.dtype.is_floating or not in_each_step]
+        return [*self.figures.variables, *kept]
 
     @property
     def _counts(self) -> bool:

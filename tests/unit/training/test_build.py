@@ -15,7 +15,7 @@ from made_records import make_images, pipeline
 
 from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
-from horovod_train.data.batch_source import Batch
+from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
@@ -95,6 +95,7 @@ class OfOneRank:
 def stepping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainStep]:
     """(batches, model, **sections of the config) → what trains the model in one process."""
     monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: value)
 
     def step(batches: Pipeline, model: keras.Model, **sections: Any) -> TrainStep:
         config, group = build(Config, {"model": "users:model"} | sections, ""), replace(ALONE, size=1, hosts=("",))
@@ -395,6 +396,26 @@ def test_what_the_forward_pass_assigns_is_known(batches: Pipeline) -> None:
     norm.trainable = False
     model = compiled("sparse_categorical_crossentropy", norm)
     assert train(batches, model).forward_state.variables == []
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_rows_that_are_no_records_leave_moving_averages_alone(
+    batches: Pipeline, stepping: Callable[..., TrainStep], passes: int
+) -> None:
+    """A step without any, and one with fewer than passes."""
+    norm = layers.BatchNormalization(momentum=0.5)
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), norm)
+    step = stepping(batches, model, data={"on_bad_record": "skip"}, train={"accumulate_steps": passes})
+    train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    expected = 0.5 * model.dense(model.flatten(batch.inputs))[0].numpy()
+    means = []
+    for records in (1, 0):
+        ids = tf.where(tf.range(tf.size(batch.ids)) < records, batch.ids, -1)
+        train_on(batch._replace(ids=ids))
+        means.append(norm.moving_mean.numpy().tolist())
+    assert means[0] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert means[1] == means[0]
 
 
 class Teaching(Own):
