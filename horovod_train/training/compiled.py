@@ -70,13 +70,30 @@ class Compiled:
             has_targets = not isinstance(batch.targets, dict) or bool(batch.targets)
             if not has_targets:
                 return batch.inputs
-            y = _arranged(batch.targets, self.targets, outputs)
+            y = self._arranged(batch.targets, outputs)
             by_class = self.loss.class_weights if training else {}
             if not has_weights and not by_class:
                 return batch.inputs, y
             return batch.inputs, y, self._weights(batch, outputs, by_class, has_weights=has_weights)
 
         return data
+
+    def _arranged(self, targets: Any, outputs: Any) -> Any:
+        """Return the targets as `fit` would get them: as they are, or by the outputs that the config names."""
+        if not self.targets:
+            return targets
+        any_target = next(iter(self.targets.values()))
+        if not isinstance(outputs, Mapping | list | tuple):
+            return pick(targets, any_target)
+        names = list(outputs if isinstance(outputs, Mapping) else getattr(self.model, "output_names", ()))
+        if len(names) != len(outputs):
+            if other := next((each for each in self.targets.items() if each[0] != each[1]), None):
+                raise ValueError(f"target {other[1]!r} of {other[0]!r} needs outputs with names: return a dict of them")
+            return targets
+        missing = [output for output in self.targets if output not in names]
+        if missing:
+            raise ValueError(f"there is no output {missing[0]!r}; there are {', '.join(names)}")
+        return {name: pick(targets, self.targets.get(name, any_target)) for name in names}
 
     def _weights(self, batch: Batch, outputs: Any, by_class: Mapping[Any, Any], *, has_weights: bool) -> Any:
         """Return the weight of each record: [rows], or with one more axis for each axis of an output's values.
@@ -85,7 +102,7 @@ class Compiled:
         """
         weights = batch.weights if has_weights else batch.real
         if "train_step" in self.own:
-            return weights * by_class[None](batch.targets) if None in by_class else weights
+            return weights * by_class[None](batch.targets) if by_class else weights
 
         def of(name: Any, output: Any) -> tf.Tensor:
             counted = by_class.get(name, by_class.get(None))
@@ -207,6 +224,11 @@ def _with_config(
         refuse_probabilities(config)
         chosen = build_loss(config.loss)
         arguments |= {"loss": chosen.loss, "loss_weights": chosen.factors}
+        if "train_step" in own and (output := next(filter(None, chosen.class_weights), None)):
+            raise UserError(
+                f"loss.options.{output}.class_weight: has no effect, because the model's own train_step gets one "
+                "weight for each record. Leave it out, or have the step weigh classes."
+            )
     elif config.loss.options:
         raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")
     elif config.loss.class_weight:
@@ -229,23 +251,6 @@ def _targets(config: Config, chosen: ChosenLoss) -> Mapping[str, str]:
                 "outputs have one target each."
             )
     return targets
-
-
-def _arranged(targets: Any, by_output: Mapping[str, str], outputs: Any) -> Any:
-    """Return the targets as `fit` would get them: as they are, or in the structure of outputs that the config names."""
-    if not by_output:
-        return targets
-    if isinstance(outputs, Mapping):
-        names = list(outputs)
-    elif isinstance(outputs, list | tuple):
-        return targets
-    else:
-        return pick(targets, next(iter(by_output.values())))
-    missing = [output for output in by_output if output not in names]
-    if missing:
-        raise ValueError(f"there is no output {missing[0]!r}; there are {', '.join(names)}")
-    any_target = next(iter(by_output.values()))
-    return {name: pick(targets, by_output.get(name, any_target)) for name in names}
 
 
 def _prepare_optimizer(

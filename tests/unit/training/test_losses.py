@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, MetricSpec, ModelSpec, Spec
+from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
@@ -129,6 +131,10 @@ def test_a_record_has_the_weight_of_its_class(name: str) -> None:
     assert not build_loss(LossSpec("mean_squared_error")).class_weights
 
 
+def test_a_label_below_0_has_no_class() -> None:
+    assert weights_by_class({"0": 2.5, "1": 3}, tf.constant([-1, 0, 2])) == [1.0, 2.5, 1.0]
+
+
 def test_each_output_has_classes_of_its_own() -> None:
     term = LossTerm("mean_squared_error", {}, {"0": 3})
     chosen = build_loss(Spec("per_output", {"one": vars(term) | {"target": "label"}, "other": ENTROPY}))
@@ -160,35 +166,70 @@ def test_a_class_that_the_schema_excludes_is_refused() -> None:
         build_loss(LossSpec("mean_squared_error", {}, {"5": 2})).class_weights[None].check(schema)
 
 
-def compiled(loss: Any, outputs: tuple[str, ...] = ()) -> keras.Model:
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def compiled(loss: Any, outputs: tuple[str, ...] = (), kind: type[keras.Model] = keras.Model) -> keras.Model:
     x = keras.Input((6,))
     named = {name: keras.layers.Dense(1, name=name)(x) for name in outputs}
-    model = keras.Model(x, named or keras.layers.Dense(1)(x))
+    model = kind(x, named or keras.layers.Dense(1)(x))
     model.compile("sgd", loss)
     return model
 
 
 @pytest.mark.parametrize(
-    ("loss", "outputs", "spec", "expected"),
+    ("model", "spec", "expected"),
     [
         (
-            "mse",
-            (),
+            lambda: compiled("mse"),
             LossSpec(AUTO, {"from_logits": True}),
             "loss.options: the model is compiled with a loss; give loss.name too.",
         ),
         (
-            {"a": "mse", "b": "mse"},
-            ("a", "b"),
+            lambda: compiled({"a": "mse", "b": "mse"}, ("a", "b")),
             LossSpec(AUTO, class_weight={"0": 2}),
             "loss.class_weight: is for one loss; the model is compiled with one for each output.",
         ),
+        (
+            lambda: compiled("mse", ("a", "b"), OwnStep),
+            LossSpec("per_output", {"a": {"name": "mse"}, "b": {"name": "mse", "class_weight": {"0": 2}}}),
+            "loss.options.b.class_weight: has no effect, because the model's own train_step gets one weight for each "
+            "record. Leave it out, or have the step weigh classes.",
+        ),
     ],
 )
-def test_settings_of_a_loss_need_that_loss(loss: Any, outputs: tuple[str, ...], spec: LossSpec, expected: str) -> None:
+def test_settings_that_a_loss_does_not_follow_are_one_line(
+    model: Callable[[], keras.Model], spec: LossSpec, expected: str
+) -> None:
     with pytest.raises(UserError) as error:
-        compile_model(Config(model=ModelSpec("users:model"), loss=spec), compiled(loss, outputs), None)
+        compile_model(Config(model=ModelSpec("users:model"), loss=spec), model(), None)
     assert str(error.value) == expected
+
+
+class InList(keras.Model):
+    """Two outputs without names."""
+
+    def call(self, x: Any) -> Any:
+        return [x[:, :1], x[:, 1:2]]
+
+
+def arranged(model: keras.Model) -> Any:
+    """Return the targets that a model gets for two outputs in a list, of which "b" is compared with target "a"."""
+    spec = LossSpec("per_output", {"a": {"name": "mse"}, "b": {"name": "mse", "target": "a"}})
+    compiled = compile_model(Config(model=ModelSpec("users:model"), loss=spec), model, None)
+    data_of = compiled.data_of([tf.TensorSpec((None, 1))] * 2, has_weights=False, training=True)
+    targets = {name: tf.fill((6, 1), value) for name, value in (("a", 1.0), ("b", 10.0))}
+    return data_of(Batch(LOGITS, targets, tf.ones(6), LABELS, tf.constant(6, tf.int64)))[1]
+
+
+def test_an_output_in_a_list_has_the_target_that_the_config_names() -> None:
+    x = keras.Input((5,))
+    targets = arranged(keras.Model(x, [keras.layers.Dense(1, name=name)(x) for name in "ab"]))
+    assert {name: float(target[0, 0]) for name, target in targets.items()} == {"a": 1.0, "b": 1.0}
+    with pytest.raises(ValueError, match="target 'a' of 'b' needs outputs with names: return a dict of them"):
+        arranged(InList())
 
 
 def test_a_compiled_loss_is_kept_unless_the_config_names_one() -> None:
