@@ -162,18 +162,22 @@ class Callbacks:
                 raise UserError(f"callbacks: {named.name} monitors {monitor!r}: give its option mode, max or min.")
 
     def state(self) -> dict[str, Any]:
-        """Return for a checkpoint what the callbacks must have again; empty if there are none. Raises RunError."""
-        states = {named.name: state for named in self.named if (state := named.state()) is not None}
-        progress = {
+        """Return for a checkpoint what a resume needs; without callbacks only when the training ended.
+
+        Raises RunError.
+        """
+        if not self:
+            return {"ended_at": self.train_ended_at}
+        return {
             "told": self.epoch_ended_at,
             "ended_at": self.train_ended_at,
             "begun": self.epoch_begun,
             "have_stopped": self.have_stopped,
+            "states": {named.name: state for named in self.named if (state := named.state()) is not None},
         }
-        return {**progress, "states": states} if self else {}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Take what `state` returned at the checkpoint of a step; {}: it is of a run without callbacks."""
+        """Take what `state` returned at the checkpoint of a step; Without callbacks it lacks most."""
         self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
         self.epoch_begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
         for named in self.named:

@@ -77,12 +77,13 @@ def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
 def begin_callbacks(run: Run) -> None:
     """Collective: tell the callbacks before the first step that training begins, and give back their state."""
     callbacks = run.parts.callbacks
-    if not callbacks:
-        return
     step, epoch = int(run.state.step), int(run.state.epoch)
+    saved = run.group.broadcast_object(_saved_state(run.checkpoint, run.config) if run.checkpoint else {})
+    if not callbacks:
+        callbacks.restore(saved, step)
+        return
     run.state.model.stop_training = False
     rates = {rate.ref(): rate.numpy() for rate in run.state.rates.values()}
-    saved = run.group.broadcast_object(_saved_state(run.checkpoint, run.config) if run.checkpoint else {})
     tell(run, step, "on_train_begin")
     callbacks.restore(saved, step)
     per_epoch = run.parts.train.steps_per_epoch
@@ -105,10 +106,12 @@ def _saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
 
 
 def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
-    """Build the hooks that call the callbacks; none without callbacks. evaluations: hooks that come before them."""
+    """Build the hooks that call the callbacks. evaluations: hooks that come before them."""
     callbacks, per_epoch = run.parts.callbacks, run.parts.train.steps_per_epoch
+    end = every(None, end_callbacks, at_end="done")
     if not callbacks:
-        return []
+        # Users' hooks at the end change what is saved too, so a checkpoint must tell whether they were called.
+        return [end] if any(hook.at_end != "no" for hook in run.parts.users_hooks) else []
 
     def end_epoch(run: Run, step: int) -> StopReason | None:
         # A stop request may have interrupted an evaluation; then a run that resumes ends the epoch after that.
@@ -118,7 +121,7 @@ def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
     return [
         *([every(1, _end_batch)] if callbacks.see_batches else []),
         every(per_epoch, end_epoch, is_done=lambda run, step: run.parts.callbacks.epoch_ended_at == step),
-        every(None, end_callbacks, at_end="done"),
+        end,
     ]
 
 

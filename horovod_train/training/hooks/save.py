@@ -55,8 +55,7 @@ class Save:
             return  # the run had ended before
         with run.group.heartbeat.phase("save"):
             has_failed = run.group.broadcast_object(run.store.wait())
-        has_ended = run.parts.callbacks.train_ended_at == step
-        if has_failed or has_ended or any(hook.at_end != "no" for hook in run.parts.users_hooks):
+        if has_failed or any(hook.at_end != "no" for hook in run.parts.users_hooks):
             self._saved = None
         self(run, step)
 
@@ -83,9 +82,10 @@ class SaveByTime:
             self._save(run, step)
 
 
-def _place(run: Run, step: int) -> tuple[int, int, int]:
-    """Return what moves on with each step, and with an evaluation or the end of an epoch after it."""
-    return step, int(run.parts.evaluated), run.parts.callbacks.epoch_ended_at
+def _place(run: Run, step: int) -> tuple[int, int, int, int]:
+    """Return what moves on with each step, and with an evaluation, the end of an epoch or of the training after it."""
+    callbacks = run.parts.callbacks
+    return step, int(run.parts.evaluated), callbacks.epoch_ended_at, callbacks.train_ended_at
 
 
 def check_agreement(run: Run, step: int) -> None:

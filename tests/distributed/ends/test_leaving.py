@@ -410,8 +410,16 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
     for weight in keras.saving.load_model(tmp_path / "model.keras", compile=False).get_weights():
         total.update(weight.tobytes())
     assert total.hexdigest() == first["weights_sha256"]
-    finished = train([*words, "train.max_steps=17", "callbacks=[user_callbacks:Halves]"])
-    assert (summary_of(run)["steps"], finished.returncode) == (17, 0), finished.text
+    words += ["callbacks=[user_callbacks:Halves]", "train.max_steps=17", "hooks=[user_hooks:stop_at_17]"]
+    saved = []
+    for exit_code in (75, 0):  # stopped at its last step; then only the end is left to do
+        finished = train([*words, "data.eval=[]"])
+        assert (summary_of(run)["steps"], finished.returncode) == (17, exit_code), finished.text
+        arrays = open_checkpoint(str(run), "--checkpoint").read()
+        saved.append({name: array for name, array in arrays.items() if re.fullmatch("model/.*kernel", name)})
+    stopped, ended = saved
+    for name, kernel in stopped.items():
+        np.testing.assert_array_equal(ended[name], kernel / 2)
 
 
 @pytest.mark.long

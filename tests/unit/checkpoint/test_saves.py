@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,13 @@ import tensorflow as tf
 from horovod_train.checkpoint import manager
 from horovod_train.checkpoint.manager import CheckpointStore, open_checkpoint, open_store
 from horovod_train.checkpoint.tensors import Facts, verify, write
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.output.run_dir import Output, RunOutput
+from horovod_train.training.callbacks import load_callbacks
+from horovod_train.training.hooks import every
+from horovod_train.training.hooks.evaluate import build_callback_hooks
 from horovod_train.training.hooks.save import Save
 from horovod_train.training.run_record import Stopwatch
 from horovod_train.training.state import Copies, TrainState
@@ -125,7 +129,7 @@ def run_of(store: CheckpointStore) -> Any:
             best=best,
             callbacks=callbacks,
             evaluated=tf.Variable(-1),
-            train=SimpleNamespace(fingerprint="", files=""),
+            train=SimpleNamespace(fingerprint="", files="", steps_per_epoch=1),
             users_hooks=(),
         ),
         state=TrainState(model, keras.optimizers.SGD()),
@@ -182,6 +186,31 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
     save.at_end(run, 1)
     assert store.wait() is None
     assert store.checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize("by", ["callbacks", "hooks"])
+def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
+    """As after a stop at the last step: the next start has only the end to do, and the one after that has nothing."""
+    store = open_store(tmp_path, keep=9)
+    assert isinstance(store, CheckpointStore)
+    run, state, written = run_of(store), dict[str, Any](), []
+    run.outside_training = lambda *about: nullcontext()
+    run.parts.users_hooks = (every(None, lambda run, step: None, at_end="done"),) if by == "hooks" else ()
+    for _ in range(2):
+        run.parts.callbacks = load_callbacks([Spec("user_callbacks:Halves")] if by == "callbacks" else [])
+        run.parts.callbacks.restore(state, 0)
+        for named in run.parts.callbacks.named:
+            named.callback.set_model(run.state.model)
+        save = Save(run, 0, NullAudit(), Copies())
+        for hook in build_callback_hooks(run, []):
+            if hook.at_end == "done":
+                hook.function(run, 0)
+        save.at_end(run, 0)
+        assert store.wait() is None
+        found = open_checkpoint(str(tmp_path), "test")
+        state = found.facts.callbacks
+        written.append((tmp_path / "checkpoints" / found.folder.name).stat().st_ino)
+    assert written[0] == written[1]
 
 
 def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
