@@ -40,8 +40,8 @@ class Save:
             settled = run.state.settle(run.group)
             consistency.check(run.group, settled.digests() | run.parts.callbacks.digests(), f"at step {step}")
             run.store.wait()  # it still reads the copies of the save before
+            self._audit.flush()  # before ranks meet for the last time: root may save after another rank was killed
             arrays = settled.snapshot(run.group, self._copies)
-            self._audit.flush()
             run.output.sync()  # a power cut must not leave a checkpoint that is newer than its metrics
             run.store.save(arrays, _facts(run))
         self._saved = place

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.checkpoint import manager
-from horovod_train.checkpoint.manager import CheckpointStore, open_checkpoint, open_store
+from horovod_train.checkpoint.manager import CheckpointStore, Store, open_checkpoint, open_store
 from horovod_train.checkpoint.tensors import Facts, verify, write
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit
@@ -114,7 +114,7 @@ class Alone:
         return rows
 
 
-def run_of(store: CheckpointStore) -> Any:
+def run_of(store: Store) -> Any:
     """Return what Save needs of a run on one rank."""
     model = keras.Sequential([keras.Input((2000,)), keras.layers.Dense(4000)])
     callbacks = SimpleNamespace(digests=dict, state=dict, epoch_ended_at=0, train_ended_at=-1)
@@ -227,6 +227,22 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
             thread.join(300)
+
+
+def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Noting(Alone):
+        def to_root(self, rows: np.ndarray) -> np.ndarray:
+            done.append("ranks met")
+            return rows
+
+    run = run_of(open_store(tmp_path, keep=9))
+    run.group = Noting()
+    audit: Any = SimpleNamespace(flush=lambda: done.append("audit"))
+    Save(run, 0, audit, Copies())(run, 1)
+    assert run.store.wait() is None
+    assert done == ["audit", "ranks met"]
 
 
 def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
