@@ -54,6 +54,9 @@ class Facts:
     """The training files, as data.source packs them; "" if an earlier version saved."""
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The state of Keras callbacks: values that JSON can hold."""
+    built_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The learning rates that the config or the model gave, by name; callbacks may have changed what the arrays hold.
+    {} if they follow schedules, or if an earlier version saved."""
     began_at: str = ""
     """The path in checkpoint.resume at which the run began; "" if at none, or if an earlier version saved."""
 

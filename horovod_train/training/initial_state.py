@@ -10,7 +10,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.tensors import Checkpoint, load
+from horovod_train.checkpoint.tensors import Checkpoint, Facts, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.rules import resolve
@@ -74,7 +74,7 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     config, parts = run.config, run.parts
     rates = run.state.rates
     arrays = load({name: variable for name, variable in run.state.variables().items() if name not in rates}, checkpoint)
-    _restore_rates(rates, arrays, is_same=checkpoint.facts.setting("lr_schedule") == as_dict(config)["lr_schedule"])
+    _restore_rates(run, arrays, checkpoint.facts)
     check_position(parts.train, checkpoint)
     if checkpoint.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # belongs to another metric
@@ -87,14 +87,18 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     return arrays.get(LOSS_AVERAGE_BY_RANK)
 
 
-def _restore_rates(rates: Mapping[str, tf.Variable], arrays: dict[str, Any], *, is_same: bool) -> None:
-    """Set the rates that callbacks may have changed to what was saved, unless the config has another rate now."""
-    for name, rate in rates.items():
-        saved = arrays.pop(name, None)
-        if saved is not None and is_same:
+def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
+    """Set rates that callbacks may have changed to what was saved, unless the config or the model has another now."""
+    is_same_schedule = facts.setting("lr_schedule") == as_dict(run.config)["lr_schedule"]
+    for name, rate in run.state.rates.items():
+        saved, built = arrays.pop(name, None), run.state.built_rates[name]
+        if saved is None:
+            continue
+        if is_same_schedule and facts.built_rates.get(name, built) == built:
             rate.assign(saved)
-        elif saved is not None and float(saved) != float(rate):
-            log.info(f"the learning rate is {float(rate):g} from here on, as lr_schedule says; it was {float(saved):g}")
+        elif float(saved) != built:
+            why = "as the config or the model says"
+            log.info(f"the learning rate is {built:g} from here on, {why}; it was {float(saved):g}")
 
 
 def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:

@@ -76,6 +76,8 @@ class TrainState:
 
         The only variable that each rank computes for itself: all others are equal once settled.
         """
+        self.built_rates = {name: float(rate) for name, rate in self.rates.items()}
+        """What the config or the model says that `rates` are; callbacks may change them later."""
         self.seeds = find_seeds(model)
         self.failure = Failure(knows_loss)
         # Variables that are non-finite now, such as a mask kept by a layer, are so by design.

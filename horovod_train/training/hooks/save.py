@@ -109,6 +109,7 @@ def _facts(run: Run) -> Facts:
         data=parts.train.fingerprint,
         data_files=parts.train.files,
         callbacks=parts.callbacks.state(),
+        built_rates=state.built_rates,
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

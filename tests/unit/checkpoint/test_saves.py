@@ -229,6 +229,14 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
             thread.join(300)
 
 
+def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: Path) -> None:
+    run = run_of(open_store(tmp_path, keep=9))
+    run.state.optimizer.learning_rate = 0.5
+    Save(run, 0, NullAudit(), Copies())(run, 1)
+    assert run.store.wait() is None
+    assert list(open_checkpoint(str(tmp_path), "test").facts.built_rates.values()) == [pytest.approx(0.01)]
+
+
 def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path) -> None:
     done: list[str] = []
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -11,7 +14,11 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from horovod_train.checkpoint.tensors import Facts, verify, write
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config
 from horovod_train.training import initial_state
+from horovod_train.training.state import TrainState
 
 ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
 
@@ -104,3 +111,32 @@ def test_words_of_a_text_layer_are_compared() -> None:
 
     assert built(["good", "bad"]) == built(["good", "bad"])
     assert built(["good", "bad"]) != built(["bad", "good"])
+
+
+@pytest.mark.parametrize("is_of_earlier_version", [False, True])
+@pytest.mark.parametrize("built", [0.1, 0.001])
+def test_a_rate_that_a_callback_has_set_returns_unless_the_model_has_another_now(
+    tmp_path: Path, built: float, is_of_earlier_version: bool
+) -> None:
+    def compiled(rate: float) -> TrainState:
+        keras.utils.clear_session()
+        return TrainState(keras.Sequential([keras.Input((2,)), layers.Dense(1)]), keras.optimizers.SGD(rate))
+
+    before = compiled(0.1)
+    noted = {} if is_of_earlier_version else {"built_rates": before.built_rates}
+    facts = Facts(step=0, epoch=0, records=0, ranks=1, config=as_dict(Config()), versions={}, **noted)
+    before.optimizer.learning_rate = 0.05
+    write(tmp_path / "saved", {name: variable.numpy() for name, variable in before.variables().items()}, facts)
+    run: Any = SimpleNamespace(
+        checkpoint=verify(tmp_path / "saved"),
+        config=Config(),
+        group=SimpleNamespace(raise_together=nullcontext),
+        parts=SimpleNamespace(
+            early_stopping=SimpleNamespace(best=SimpleNamespace(evaluations_since=tf.Variable(0))),
+            train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1),
+        ),
+        state=compiled(built),
+    )
+    initial_state.restore(run)
+    expected = 0.05 if is_of_earlier_version or built == 0.1 else built
+    assert float(run.state.optimizer.learning_rate) == pytest.approx(expected)
