@@ -70,16 +70,21 @@ class Named:
                 return json.loads(json.dumps(self.callback.get_state(), default=_plain))
             except (TypeError, ValueError) as error:
                 raise RunError(f"callbacks: {self.name}: get_state() must give what JSON can hold: {error}.") from error
-        state = {name: getattr(self.callback, name) for name in self._state_names()}
-        return json.loads(json.dumps(state, default=_plain)) if state else None
+        if not (names := self._state_names()):
+            return None
+        state = {name: getattr(self.callback, name) for name in names}
+        return json.loads(json.dumps(state | {"of": self._watched()}, default=_plain))
 
     def restore(self, state: Any) -> None:
-        """Give it a state that `state` returned."""
+        """Give it a state that `state` returned, unless that is of another metric than it monitors now."""
         if hasattr(self.callback, "set_state"):
             self.callback.set_state(state)
-        else:
-            for name in self._state_names():
+        elif (names := self._state_names()) and state.get("of", self._watched()) == self._watched():
+            for name in names:
                 setattr(self.callback, name, state[name])
+
+    def _watched(self) -> list[str]:
+        return [self.callback.monitor, self.callback.mode]
 
     def _state_names(self) -> tuple[str, ...]:
         return next((names for kind, names in _STATE_NAMES if isinstance(self.callback, kind)), ())

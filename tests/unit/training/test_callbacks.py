@@ -72,6 +72,23 @@ def test_a_state_returns_and_equal_names_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["EarlyStopping", "ReduceLROnPlateau"])
+@pytest.mark.parametrize(
+    ("monitor", "mode", "wait"), [("val_loss", "min", 3), ("loss", "min", 0), ("val_loss", "max", 0)]
+)
+def test_a_state_does_not_return_to_a_callback_that_monitors_something_else(
+    name: str, monitor: str, mode: str, wait: int
+) -> None:
+    (before,) = load_callbacks([Spec(name, {"monitor": "val_loss", "mode": "min"})]).named
+    (after,) = load_callbacks([Spec(name, {"monitor": monitor, "mode": mode})]).named
+    for named in (before, after):
+        named.callback.on_train_begin()
+    before.callback.best, before.callback.wait = 0.25, 3
+    after.restore(before.state())
+    assert after.callback.wait == wait
+    assert (after.callback.best == 0.25) == (wait == 3)
+
+
+@pytest.mark.parametrize("name", ["EarlyStopping", "ReduceLROnPlateau"])
 def test_what_is_better_must_be_known_before_the_first_epoch_ends(name: str) -> None:
     there = ["val_loss", "val_accuracy"]
     with pytest.raises(UserError, match=rf"{name} monitors 'val_accuracy': give its option mode, max or min\."):
