@@ -48,6 +48,10 @@ def endless(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.d
     return numbers.map(lambda n: (tf.fill([WIDTH], tf.cast(n, tf.float32)), n % 2))
 
 
+def shuffled(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.data.Dataset:
+    return rows(list(range(rank, 89, size))).shuffle(64, seed=seed + epoch)
+
+
 def weighted(rank: int, size: int, epoch: int, seed: int, training: bool, least: int = 0) -> tf.data.Dataset:
     numbers = tf.data.Dataset.range(rank, 10, size)
     return numbers.map(lambda n: ({"a": tf.cast(n, tf.float32)[None]}, n % 2, tf.cast(n, tf.int32) + least))

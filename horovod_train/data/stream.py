@@ -80,8 +80,10 @@ class StreamPipeline(BatchSource):
             return [leaf[:0] for leaf in zeros] if block is None else tf.nest.flatten(block)
 
         with self._stream.explaining(epoch):
+            first_record: list[tf.Tensor] = []
+            if first_step:  # a dataset of its own: one that shuffles has another order each time that it is iterated
+                first_record = leaves_of(next(iterate(self._stream.dataset(epoch).take(1).batch(1)), None))
             records = self._stream.dataset(epoch)
-            first_record = leaves_of(next(iterate(records.take(1).batch(1)), None)) if first_step else []
             blocks = iterate(records.skip(first_step * rows).batch(self.steps_per_chunk * rows).prefetch(1))
             for _, first, last in ranges:
                 leaves, room = leaves_of(next(blocks, None)), (last - first) * rows

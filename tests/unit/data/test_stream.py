@@ -67,10 +67,12 @@ def test_rows_after_the_end_repeat_the_first_record_and_weigh_nothing() -> None:
         assert (batch.ids == -1).all()
 
 
-@pytest.mark.parametrize("first_step", [1, 16])
-def test_a_pass_from_a_step_gives_what_the_whole_pass_gives_from_there(first_step: int) -> None:
-    for made in pipelines("uneven", 3, rows=4):
-        assert same(batches(made, 1, first_step), batches(made, 1)[first_step:])
+@pytest.mark.parametrize(
+    ("name", "epoch", "first_step"), [("uneven", 1, 1), ("uneven", 1, 16), ("shuffled", 0, 3), ("shuffled", 1, 3)]
+)
+def test_a_pass_from_a_step_gives_what_the_whole_pass_gives_from_there(name: str, epoch: int, first_step: int) -> None:
+    for made in pipelines(name, 3, rows=4):
+        assert same(batches(made, epoch, first_step), batches(made, epoch)[first_step:])
 
 
 def test_epochs_follow_each_other_and_the_function_is_called_for_each() -> None:
