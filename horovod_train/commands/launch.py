@@ -96,16 +96,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     started_by = launcher.detect()
-    started_by.check()
+    over_ssh = arguments.hosts is not None or arguments.host_discovery is not None
+    if started_by.launcher != "none" or not over_ssh:  # else it need not be started as the scheduler plans
+        started_by.check()
     meeting = started_by.step
     if isinstance(meeting, Meeting) and meeting.is_one_a_host and meeting.launcher != "launch":
         plan = _plan_of_member(arguments, meeting)
-    elif started_by.size > 1 or meeting is not None:
+    elif started_by.size > 1 or isinstance(meeting, Meeting):  # a step of one task is a shell in an allocation
         raise UserError(
             f"launch: {started_by.launcher} has started {started_by.size} of it, and each would start ranks. Start the "
             "training without launch, or one launch without a launcher."
         )
-    elif arguments.hosts is not None or arguments.host_discovery is not None:
+    elif over_ssh:
         plan = _plan_of_hosts(arguments)
     else:
         plan = _plan_of_this_host(arguments)

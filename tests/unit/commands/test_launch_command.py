@@ -126,6 +126,35 @@ def test_launch_under_a_launcher_is_refused() -> None:
     assert "torchrun has started 2 of it, and each would start ranks" in finished.stderr
 
 
+STEP_OF_ONE = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+"""As in the shell of `srun --pty bash`, or of salloc."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (STEP_OF_ONE, ["-np", "2", "--over", "gloo"]),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, ["-H", "localhost:2"]),
+        ({"PBS_NODEFILE": "nodes"}, ["-H", "localhost:2"]),
+    ],
+)
+def test_launch_starts_ranks_in_an_allocation(tmp_path: Path, environment: dict[str, str], words: list[str]) -> None:
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+    command = [*LAUNCH, *words, "--", "sh", "-c", f"touch {tmp_path}/$HOROVOD_TRAIN_RANK"]
+    finished = run_process(command, cwd=tmp_path, environment=rank_environment() | environment)
+    assert finished.returncode == 0, finished.text
+    assert all((tmp_path / rank).exists() for rank in "01")
+
+
 def test_the_command_that_would_be_started_is_shown() -> None:
     words = ["--config", "configs/digits_convnet.yaml", "train.epochs=2"]
     finished = launch("-np", 3, "--over", "mpi", "--dry-run", "--", *words)
