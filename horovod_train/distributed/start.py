@@ -121,7 +121,8 @@ def start_process(
             rendezvous.enter_context(open_rendezvous(started_by.step))
         cores = initialise(started_by, process_sets)
         _check_rank_and_size(started_by)
-        return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
+        host_cores = device.usable_cores(len(cores), device.cpu_quota())
+        return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all())
 
 
 def _library(started_by: launcher.Launch) -> tuning.Library:

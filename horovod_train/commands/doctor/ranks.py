@@ -6,13 +6,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.commands.doctor import CheckResult, fail, ok, warning
+from horovod_train.distributed.device import cpu_quota
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce, mpi_place, scheduler_tasks
 from horovod_train.distributed.launch.local import list_gpus
@@ -142,15 +142,6 @@ def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Chec
             text = f"rank {rank} ({host}) has {threads} threads, though its share of the host's cores is {share:g}"
             return warning("threads", text, "Fine where it is meant; otherwise see device.intra_op_threads.", facts)
     return ok("threads", text, facts)
-
-
-def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return how many cores' worth of time the container may use; infinite without a limit (cgroup version 2)."""
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf
 
 
 def check_settings(group: WorkerGroup) -> CheckResult:

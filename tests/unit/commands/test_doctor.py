@@ -14,7 +14,6 @@ import pytest
 from horovod_train.commands.doctor import ranks
 from horovod_train.commands.doctor.machine import Interface, judge_clocks, judge_file_system, judge_network
 from horovod_train.commands.doctor.ranks import (
-    cpu_quota,
     judge_averaging,
     judge_counts,
     judge_devices,
@@ -93,14 +92,6 @@ def test_threads_have_cores_to_run_on_and_leave_few_idle(
 ) -> None:
     found = judge_threads(rows)
     assert (found.level, text in found.text) == (level, True), found
-
-
-def test_quota_of_a_container_is_read(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) == math.inf
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path) == math.inf
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert cpu_quota(tmp_path) == 1.5
 
 
 def test_mean_over_ranks_is_proved() -> None:

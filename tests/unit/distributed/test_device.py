@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import horovod.tensorflow as hvd
 import pytest
@@ -13,8 +15,8 @@ import tensorflow as tf
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.config.settings import DeviceConfig
-from horovod_train.distributed import device
-from horovod_train.distributed.device import Device, choose_gpus, pin, share_of_cores
+from horovod_train.distributed import device, start
+from horovod_train.distributed.device import Device, choose_gpus, cpu_quota, pin, share_of_cores, usable_cores
 from horovod_train.distributed.launch import key_value_store, local
 from horovod_train.errors import RunError, UserError
 
@@ -182,6 +184,36 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
 @pytest.mark.parametrize(("cores", "local_size", "expected"), [(2, 1, 2), (2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
 def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expected: int) -> None:
     assert share_of_cores(cores, local_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "cores"),
+    [
+        ({}, math.inf, 64),
+        ({"cpu.max": "max 100000\n"}, math.inf, 64),
+        ({"cpu.max": "400000 100000\n"}, 4, 4),
+        ({"cpu.max": "50000 100000\n"}, 0.5, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf, 64),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5, 2),
+    ],
+)
+def test_ranks_use_no_more_cores_than_the_container_may(
+    tmp_path: Path, files: dict[str, str], quota: float, cores: int
+) -> None:
+    """By cgroups of version 2 or 1."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota
+    assert usable_cores(64, quota) == cores
+
+
+def test_a_process_starts_with_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_quota", lambda: 4.0)
+    monkeypatch.setattr(start.tuning, "choose", lambda *_, **__: [])
+    monkeypatch.setattr(start, "initialise", lambda *_: set(range(64)))
+    monkeypatch.setattr(start, "_check_rank_and_size", lambda _: None)
+    assert start.start_process().host_cores == 4
 
 
 @pytest.fixture
