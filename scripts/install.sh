@@ -33,7 +33,7 @@ step() {
     local what=$1
     shift
     "$@" >> "$log" 2>&1 && return
-    { grep -aE '(^| )(error|ERROR): |CMake Error' -A 2 "$log" | head -n 15; echo …; tail -n 5 "$log"; } >&2
+    { grep -aE '([Ee]rror|ERROR): |CMake Error' -A 2 "$log" | head -n 15 || true; echo …; tail -n 5 "$log"; } >&2
     fail "$what failed; the lines above are from $log"
 }
 pin() { sed -n "s/^$1==\([^; ]*\).*/\1/p" constraints.txt | head -n 1; }

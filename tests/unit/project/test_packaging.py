@@ -154,3 +154,23 @@ def test_a_wheel_in_a_clean_environment_installs_horovod_and_trains_on_two_ranks
         assert finished.returncode == 0, finished.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["ranks"], summary["epochs"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("nothing that is called one", "nothing that is called one"),
+        ("ModuleNotFoundError: no x", "ModuleNotFoundError: no x"),
+        ("\n".join(f"error: {number}" for number in range(20_000)), "error: 0"),
+    ],
+    ids=["no error", "one error", "many errors"],
+)
+def test_a_step_of_the_install_that_fails_shows_why_and_which(tmp_path: Path, said: str, shown: str) -> None:
+    script = (PROJECT / "scripts" / "install.sh").read_text()
+    functions = script[script.index("say() {") : script.index("pin() {")]
+    (tmp_path / "said").write_text(f"{said}\n")
+    words = f"set -euo pipefail; log={tmp_path}/log; {functions} step 'making it' sh -c 'cat {tmp_path}/said; exit 1'"
+    finished = run_process(["bash", "-c", words])
+    assert finished.returncode == 1
+    assert shown in finished.stderr.splitlines()
+    assert f"install: making it failed; the lines above are from {tmp_path}/log" in finished.stderr
