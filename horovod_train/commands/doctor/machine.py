@@ -142,6 +142,8 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
     began, problem = time.perf_counter(), ""
     if group.is_root:
         problem = _try(place.mkdir) or _try(lambda: _write(place / "root", token))
+        if problem:
+            _remove(place)
     written_s = time.perf_counter() - began
     problem = group.broadcast_object(problem)
     if problem:
@@ -156,8 +158,7 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
     if group.is_root:
         wrote = [rank for rank, (problem, _) in enumerate(rows) if not problem]
         missing = [rank for rank in wrote if not _can_read(place / f"rank-{rank}", token)]
-        with contextlib.suppress(OSError):
-            remove(place, _PLACE)
+        _remove(place)
     missing = group.broadcast_object(missing)
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     problems = [f"{group.name(rank)} {problem}" for rank, (problem, _) in enumerate(rows) if problem]
@@ -180,6 +181,11 @@ def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, s
     if max(written_s, seen_s) > 2:
         return warning("file system", text, "Saves and starts will take long; look at its server's load.", facts)
     return ok("file system", text, facts)
+
+
+def _remove(place: Path) -> None:
+    with contextlib.suppress(OSError):
+        remove(place, _PLACE)
 
 
 def _write(path: Path, text: str) -> None:

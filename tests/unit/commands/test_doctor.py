@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from horovod_train.commands.doctor import ranks
+from horovod_train.commands.doctor import machine, ranks
 from horovod_train.commands.doctor.machine import Interface, judge_clocks, judge_file_system, judge_network
 from horovod_train.commands.doctor.ranks import (
     judge_averaging,
@@ -144,6 +145,20 @@ def test_each_host_must_have_the_interface_that_its_ranks_use(
 ) -> None:
     found = judge_network(rows)
     assert (found.level, text in found.text) == (level, True), found
+
+
+def test_nothing_is_left_where_root_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a disk is full."""
+
+    def write(path: Path, _: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(machine, "_write", write)
+    group: Any = SimpleNamespace(broadcast_object=lambda it: it, is_root=True)
+    found = machine.check_file_system(group, tmp_path)
+    assert (found.level, "No space left on device" in found.text) == ("fail", True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_file_system_that_is_slow_or_full_is_said(tmp_path: Path) -> None:
