@@ -385,8 +385,18 @@ def _address_of_root(step: Step | Meeting) -> str:
     address = _address_of(step.nodes[0])
     if step.node == 0 and (address.startswith("127.") or network.interface_of(address) is None):
         # Many hosts resolve their own name to a loopback address.
-        return network.local_address_towards(_address_of(step.nodes[1]))
+        return _own_address_towards(_address_of(step.nodes[1]))
     return address
+
+
+def _own_address_towards(peer: str) -> str:
+    try:
+        return network.local_address_towards(peer)
+    except OSError as error:
+        raise RunError(
+            f"{socket.gethostname()} has no route to {peer}: {error.strerror}. See its network, or set "
+            "HOROVOD_GLOO_IFACE to the interface that reaches it."
+        ) from error
 
 
 def _resolve(host: str, step: Meeting) -> str:
@@ -445,12 +455,12 @@ def _choose_interface(step: Step | Meeting, root: str) -> str:
         return interface
     if isinstance(step, Meeting):
         peer = root
-        address = network.local_address_towards(peer)
+        address = _own_address_towards(peer)
         if is_loopback(address) and not step.is_one_host:  # this host's own name, as in Debian's /etc/hosts
             address = network.outside_address()
     else:
         peer = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
-        address = network.local_address_towards(peer)
+        address = _own_address_towards(peer)
     if (name := network.interface_of(address)) is None:
         raise RunError(
             f"{address}, by which this host reaches {peer}, is on no interface of it: set HOROVOD_GLOO_IFACE."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import random
 import socket
@@ -15,10 +16,12 @@ import psutil
 import pytest
 from strangers import messages
 
-from horovod_train.distributed.launch import key_value_store, rendezvous_server
+from horovod_train.distributed.launch import key_value_store, network, rendezvous_server
+from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import TOKEN, Step
-from horovod_train.distributed.launch.rendezvous import _address_of_root, _is_root
+from horovod_train.distributed.launch.rendezvous import _address_of_root, _choose_interface, _is_root
 from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, NEWS_BYTES, Relay, StepServer
+from horovod_train.errors import RunError
 
 Server = TypeVar("Server", bound=StepServer)
 STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
@@ -246,6 +249,26 @@ ELSEWHERE = "198.51.100.1"
 def test_root_listens_at_one_address_where_the_others_find_it(nodes: tuple[str, ...], node: int, address: str) -> None:
     step = Step(node, len(nodes), 0, node, nodes, (1,) * len(nodes), "7.0.0")
     assert _address_of_root(step) == address
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(0, 2, 0, 0, ("127.0.1.1", ELSEWHERE), (1, 1), "7.0.0"),
+        Step(1, 2, 0, 1, (ELSEWHERE, "127.0.1.1"), (1, 1), "7.0.0"),
+        Meeting("torchrun", 1, 2, ELSEWHERE, None, "torchrun/1"),
+    ],
+)
+def test_a_host_without_a_route_to_the_others_is_one_line(
+    step: Step | Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(host: str) -> str:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(network, "local_address_towards", refuse)
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    with pytest.raises(RunError, match=rf"^{socket.gethostname()} has no route to {ELSEWHERE}: Network is unreachable"):
+        _choose_interface(step, _address_of_root(step))
 
 
 def test_the_queue_of_ranks_that_connect_is_long() -> None:
