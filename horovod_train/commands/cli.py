@@ -185,6 +185,15 @@ def require_output_dir(config: Config) -> str:
     return config.output_dir
 
 
+def require_resume(config: Config) -> None:
+    """Raise UserError if a job that is started again would not go on from its checkpoints."""
+    if config.checkpoint.resume == "never":
+        raise UserError(
+            "checkpoint.resume: never would refuse each later start of the job. Leave it out, and choose a new "
+            "--output-dir."
+        )
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; settings that differ from its own"

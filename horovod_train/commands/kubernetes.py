@@ -29,6 +29,7 @@ from horovod_train.commands.cli import (
     count,
     load_config,
     require_output_dir,
+    require_resume,
 )
 from horovod_train.config.loader import parse_seconds
 from horovod_train.config.rules import resolve
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     files, overrides = config_parts(arguments)
     config, _ = load_config(arguments)
     output_dir = require_output_dir(config)
+    require_resume(config)
     per_rank = config.device.per_rank
     gpus = arguments.gpus_per_node or 0
     if gpus % per_rank:

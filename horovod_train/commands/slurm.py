@@ -29,6 +29,7 @@ from horovod_train.commands.cli import (
     count,
     load_config,
     require_output_dir,
+    require_resume,
 )
 from horovod_train.config.loader import CLOCK, compose, parse_clock, plain_value
 from horovod_train.config.registry import suggest
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not output_dir and given and "%a" in given[-1]:  # each task has its own; the config is that of the first
         output_dir = given[-1]
     output_dir = output_dir or require_output_dir(config)
+    require_resume(config)
     of_site = merge_site_options(arguments, site_file())
     job = _choose(arguments, output_dir, config.device.per_rank)
     config = resolve(config, job.nodes * job.tasks_per_node)

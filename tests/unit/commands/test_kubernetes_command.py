@@ -107,6 +107,7 @@ def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFix
         (["--nodes", "0"], "argument --nodes: expected a whole number"),
         (["--gpus-per-node", "3", "device.per_rank=2"], "--gpus-per-node: must be a multiple of device.per_rank, 2"),
         (["--gpus-per-node", "4", "--slots", "2"], "--slots must be --gpus-per-node / device.per_rank, 4"),
+        (["checkpoint.resume=never"], "checkpoint.resume: never would refuse each later start of the job"),
         (["--nodes", "65", "--output-dir", "/d/a", "--volume", "c:/d"], "global_batch_size"),
     ],
 )

@@ -51,6 +51,11 @@ def test_the_shipped_script_is_the_commands_own() -> None:
     assert SHIPPED.read_text() == renewed()
 
 
+def test_a_run_that_would_not_resume_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", "--config", str(CONFIG), "--time", "01:00:00", "checkpoint.resume=never"]) == 2
+    assert "checkpoint.resume: never would refuse each later start of the job. Leave it out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [SHIPPED.read_text(), TEMPLATE.read_text()], ids=["script", "template"])
 def test_bash_can_parse_the_script_and_its_template(text: str) -> None:
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
