@@ -143,8 +143,8 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Re
     folder: the run's checkpoints. A run that began at a path and is given it again, for example if it is requeued,
     resumes from the newest whole checkpoint in `folder`, also if it was resumed by auto meanwhile.
 
-    Raises UserError for a path without a whole checkpoint, if all are damaged, and for "never" in a folder that has
-    checkpoints: they would be lost.
+    Raises UserError for a path without a whole checkpoint, if all are damaged, and in a folder that has checkpoints for
+    "never", because they would be lost, and for a path of another run, because two runs would be mixed.
     """
     try:
         if resume == "never":
@@ -161,7 +161,14 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Re
         began_at = origin(checkpoint) if checkpoint else ""
         if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
             return ResumePoint(checkpoint, damaged, instead_of=resume)
-        return ResumePoint(read_at(resume, "checkpoint.resume", read), {})
+        start = read_at(resume, "checkpoint.resume", read)
+        folders = {path.resolve().parent for path in checkpoints_at(Path(resume))}
+        if steps_in(folder) and folder.resolve() not in folders:
+            raise UserError(
+                f"checkpoint.resume: {resume} is of another run than the checkpoints in {folder}. "
+                "Choose another --output-dir, or resume from these: --resume auto."
+            )
+        return ResumePoint(start, {})
     if checkpoint is None and damaged:
         newest_step = max(damaged)
         raise UserError(

@@ -344,8 +344,16 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_newest_when_it_is_start
     assert (after_auto := other.store.find(path)) is not None
     assert after_auto.folder == other.place(6)
     assert f"{other.place(7).name}.damaged" in other.names()
-    assert (elsewhere := other.store.find(str(run.directory))) is not None  # other words mean another course
-    assert elsewhere.folder == run.place(2)
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints/step-000000002"])
+def test_a_path_of_another_run_is_refused_in_a_folder_that_holds_checkpoints(run: Run, path: str) -> None:
+    run.save(2)
+    other = Run(run.directory.parent / "other").save(5)
+    path = str(run.directory.parent / path)
+    with pytest.raises(UserError, match=rf"^checkpoint\.resume: {path} is of another run than the .*other"):
+        other.store.find(path)
+    assert other.names() == {"step-000000005"}
 
 
 def test_never_refuses_a_folder_that_holds_some(run: Run) -> None:
