@@ -1,4 +1,7 @@
-"""The tracker `csv`: csv/train.csv and csv/eval.csv in the run directory, with a column for each value."""
+"""The tracker `csv`: csv/train.csv and csv/eval.csv in the run directory, with a column for each value.
+
+A split of a user's hook has a file too, named as in a URL: `a%2Fb.csv`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from horovod_train.output.files import Lines, write_atomically
 from horovod_train.output.removal import Artifact, begins, check
@@ -14,7 +18,7 @@ from horovod_train.output.trackers.sender import Ended, Row
 
 _FIRST_COLUMNS = ("step", "epoch")
 _TABLE = Artifact(
-    "a run's table of metrics", r"\w+\.csv", content_matches=lambda path: begins(path, ",".join(_FIRST_COLUMNS))
+    "a run's table of metrics", r"[^/]+\.csv", content_matches=lambda path: begins(path, ",".join(_FIRST_COLUMNS))
 )
 
 
@@ -29,7 +33,7 @@ class CsvTables:
         self._folder = directory / "csv"
         self._folder.mkdir(exist_ok=True)
         for path in self._folder.glob("*.csv"):
-            self._tables[path.stem] = table = _Table(path)
+            self._tables[unquote(path.stem)] = table = _Table(path)
             table.rewind(step)
         return "csv"
 
@@ -38,7 +42,7 @@ class CsvTables:
 
     def log(self, row: Row) -> None:
         if row.split not in self._tables:
-            self._tables[row.split] = _Table(self._folder / f"{row.split}.csv")
+            self._tables[row.split] = _Table(self._folder / f"{quote(row.split, safe=' ')}.csv")
         self._tables[row.split].append({"step": row.step, "epoch": row.epoch, **row.values})
 
     def finish(self, ended: Ended, files: Sequence[Path]) -> None:

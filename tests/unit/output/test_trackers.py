@@ -163,6 +163,16 @@ def test_csv_has_a_row_for_each_step_and_a_column_for_each_value(tmp_path: Path)
     assert table(tmp_path / "csv" / "eval.csv") == [{"step": "20", "epoch": "1", "loss": "0.2"}]
 
 
+@pytest.mark.parametrize("split", ["norms-l2", "a/b", "val loss", "größe", "50%", "v1.5"])
+def test_csv_continues_the_table_of_a_split_whatever_its_name(tmp_path: Path, split: str) -> None:
+    for step in (10, 20, 30):
+        output = opened(tmp_path, Spec("csv"), step=step - 10)
+        output.append_metrics(split, step, 0, {"loss": 0.5})
+        close(output)
+    (path,) = (tmp_path / "csv").iterdir()
+    assert [row["step"] for row in table(path)] == ["10", "20", "30"]
+
+
 def test_csv_leaves_a_table_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("name,age\nAda,36\n")
