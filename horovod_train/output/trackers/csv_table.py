@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from horovod_train.output.files import Lines, write_atomically
+from horovod_train.output.files import Lines, lines_in, write_atomically
 from horovod_train.output.removal import Artifact, begins, check
 from horovod_train.output.trackers.sender import Ended, Row
 
@@ -59,8 +59,8 @@ class _Table:
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
         check(self._lines.path, _TABLE)
-        with self._lines.path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))
+        content = self._lines.path.read_bytes()
+        rows = list(csv.reader(lines_in(content[: content.rfind(b"\n") + 1])))
         self._columns = rows[0] if rows else [*_FIRST_COLUMNS]
         kept_rows = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
         self.last_step = int(kept_rows[-1][0]) if kept_rows else -1
