@@ -138,10 +138,20 @@ class MetricsFile(JsonLines):
             self._lines.path.touch()
         self.last |= {row.split: row.values for row in self.rows()}
 
+    def remove_evaluation(self, step: int) -> None:
+        """Remove the row of the evaluation at `step`, if there is one. Raises UserError."""
+        with must_be_writable(self._lines.path):
+            self._lines.keep(lambda line: not _is_evaluation_at(step, line), METRICS)
+        self.last = {row.split: row.values for row in self.rows()}
+
     def rows(self) -> list[Row]:
         """Return the rows, without what a kill has cut short. Raises UserError."""
         with must_be_writable(self._lines.path):
             return list(metrics_in(self._lines.read()))
+
+
+def _is_evaluation_at(step: int, line: str) -> bool:
+    return any((row.step, row.split) == (step, "eval") for row in metrics_in([line]))
 
 
 class Row(NamedTuple):

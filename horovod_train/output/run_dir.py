@@ -110,8 +110,11 @@ class Output:
     def write_config(self, text: str) -> None:
         """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
 
-    def rewind(self, step: int) -> None:
-        """Remove the metrics after `step`: the run resumes there and will write them again."""
+    def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
+        """Remove the metrics after `step`: the run resumes there and will write them again.
+
+        is_evaluated: False if the state is from before the evaluation at `step`, whose row will be written again too.
+        """
 
     def start_progress(self, step: int, last_step: int) -> None:
         """Show a bar, if there is one."""
@@ -200,9 +203,11 @@ class RunOutput(Output):
         with must_be_writable(self.directory / "config.yaml"):
             write_atomically(self.directory / "config.yaml", _CONFIG_HEAD + text, _CONFIG)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
         for writer in self._writers:
             writer.rewind(step)
+        if not is_evaluated:
+            self._metrics.remove_evaluation(step)
         self._times.rewind(step)
         self._parameters.rewind(step)
 

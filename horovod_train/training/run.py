@@ -28,7 +28,7 @@ from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.build import build_hooks
-from horovod_train.training.hooks.evaluate import begin_callbacks
+from horovod_train.training.hooks.evaluate import begin_callbacks, is_evaluated
 from horovod_train.training.initial_state import (
     contents,
     finalize,
@@ -98,7 +98,7 @@ def _begin_files(run: Run) -> Audit:
         is_anew = run.config.checkpoint.resume == "never"
         run.output.start_trackers(first_step, as_dict(run.config), anew=is_anew)
         run.store.rewind(first_step)  # before metrics are removed: a kill in between leaves them beside the checkpoint
-        run.output.rewind(first_step)
+        run.output.rewind(first_step, is_evaluated=run.parts.eval is None or is_evaluated(run, first_step))
         run.output.write_config(dump(run.config))
         audit = _open_audit(run)
     if run.config.log.graph:

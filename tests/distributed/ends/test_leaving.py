@@ -361,9 +361,12 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
     stuck.process.send_signal(signal.SIGINT)
     assert stuck.wait() == 130  # not 75, which it would be once the evaluation has come to its end
     assert not (tmp_path / "run" / "checkpoints" / "best").exists()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:  # as if killed after the evaluation, before a save
+        file.write('{"step": 5, "epoch": 0, "split": "eval", "seconds": 1.0, "loss": 9.0}\n')
     finished = train([*words, slow.replace("SECONDS", "0")])
     assert finished.returncode == 0, finished.text
     assert summary_of(tmp_path / "run")["eval"]
+    assert len(metrics_of(tmp_path / "run", "eval")) == 1
     link = tmp_path / "run" / "checkpoints" / "best"  # the checkpoint of a run that stopped before it was evaluated
     assert os.readlink(link) == "step-000000005"
     found = open_checkpoint(str(link), "--checkpoint").facts.best

@@ -36,6 +36,20 @@ def test_metrics_after_the_step_of_a_resume_are_taken_back(tmp_path: Path) -> No
     assert steps(tmp_path) == [10, 20, 30]
 
 
+def test_an_evaluation_that_will_be_made_again_is_taken_back(tmp_path: Path) -> None:
+    output = RunOutput(tmp_path)
+    for step in (10, 20):
+        output.append_metrics("train", step, 0, {"loss": 1.0})
+        output.append_metrics("eval", step, 0, {"loss": 1.0 / step})
+    output.close()
+    for is_evaluated, kept in ((True, [10, 10, 20, 20]), (False, [10, 10, 20])):
+        again = RunOutput(tmp_path)
+        again.rewind(20, is_evaluated=is_evaluated)
+        assert again.last_metrics("eval") == {"loss": 0.05 if is_evaluated else 0.1}
+        again.close()
+        assert steps(tmp_path) == kept
+
+
 def test_metrics_whose_last_line_lacks_its_end_are_continued_on_a_line_of_their_own(tmp_path: Path) -> None:
     output = RunOutput(tmp_path)
     output.append_metrics("train", 10, 0, {"loss": 1.0})
