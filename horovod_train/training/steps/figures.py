@@ -109,7 +109,8 @@ class Figures:
         if self._records < RECORDS_IN_FLOAT32 or not all(kind == "sum" for kind in self._kinds):
             return
         states = [variable.numpy().astype(np.float64) for variable in self.variables]
-        self._moved = states if self._moved is None else [a + b for a, b in zip(self._moved, states, strict=True)]
+        gained = [state - initial for state, initial in zip(states, self._initial, strict=True)]
+        self._moved = gained if self._moved is None else [a + b for a, b in zip(self._moved, gained, strict=True)]
         self._reset()
         self._records = 0
 

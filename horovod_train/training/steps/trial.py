@@ -23,14 +23,18 @@ from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
 from horovod_train.training.steps.shares import Data
 
-_RANDOM = (
-    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
-    *("RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
-)
-"""TensorFlow's operations whose numbers a resumed run does not draw again."""
+_DRAW_NOTHING = ("CudnnRNN", "ComputeAccidentalHits")
+"""How operations begin that have a seed, and draw nothing as Keras calls them."""
 _CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 """Operations whose first input is not handed to their functions."""
-_KINDS = {"Add": "sum", "AddV2": "sum", "Sub": "sum", "AddN": "sum", "Maximum": "max", "Minimum": "min"}
+_LOOPS = ("While", "StatelessWhile")
+_KINDS = {
+    **dict.fromkeys(("Add", "AddV2", "AddN", "Sub", "AssignAddVariableOp", "AssignSubVariableOp"), "sum"),
+    **dict.fromkeys(("ResourceScatterAdd", "ResourceScatterSub"), "sum"),
+    "Maximum": "max",
+    "Minimum": "min",
+}
+"""How a variable is changed by an operation, or by the assignment of its result: see updates_in."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,12 @@ def try_step(
         raise UserError(_unfit(spec, method, where, error)) from error
     _check_draws(function, method, where)
     _refuse_text(function, spec, method)
+    updates = updates_in(function)
     return Tried(
         trials[0],
         list(function.variables),
-        assigned_by(function),
-        updates_in(function),
+        [variable for variable in function.variables if id(variable.handle) in updates],
+        updates,
         bool(losses),
         bool(figures),
         list(several[0].shape) if several else None,
@@ -269,7 +274,7 @@ def _check_draws(function: Any, name: str, where: str) -> None:
     """Raise UserError if a concrete function, called `name` in the message, draws by TensorFlow's own generators."""
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    drawn = sorted({node.op for node in nodes} & set(_RANDOM))
+    drawn = sorted({node.op for node in nodes if "seed" in node.attr and not node.op.startswith(_DRAW_NOTHING)})
     if drawn:
         raise UserError(
             f"{where}: {name} draws by TensorFlow's {drawn[0]}, which a resumed run would not draw again. Use "
@@ -292,74 +297,72 @@ def check_variables(variables: Iterable[tf.Variable], known: Sequence[Any], does
         )
 
 
-def assigned_by(function: Any) -> list[tf.Variable]:
-    """Return the variables that a concrete function changes, itself or in functions that it calls."""
+def updates_in(function: Any) -> dict[int, str]:
+    """Return how a concrete function changes variables, by the id of their handle: "sum", "max", "min" or "other".
+
+    "sum": something is added to the variable; "max", "min": it becomes the larger or the smaller of itself and
+    something. That does not depend on the variable. What a loop changes is "other".
+    """
     graph = function.graph.as_graph_def()
-    changed = _changed(graph.node, {each.signature.name: each for each in graph.library.function})
-    taken = zip(function.captured_inputs, function.inputs[-len(function.captured_inputs) :], strict=False)
-    handles = {id(outer) for outer, inner in taken if inner.op.name in changed}
-    return [variable for variable in function.variables if id(variable.handle) in handles]
+    updates = _updates(graph.node, {each.signature.name: each for each in graph.library.function})
+    captures = [(id(outer), inner.op.name) for outer, inner in function.graph.captures]
+    return {handle: updates[name] for handle, name in captures if name in updates}
 
 
-def _changed(nodes: Iterable[Any], functions: Mapping[str, Any]) -> set[str]:
-    """Return the names of the resources that nodes change."""
-    changed = set()
-    for node in nodes:
-        inputs = [name.partition(":")[0] for name in node.input]
-        if _changes(node.op):
-            changed.add(inputs[0])
-        handed = inputs[1:] if node.op in _CONDITIONS else inputs
+def _updates(nodes: Sequence[Any], functions: Mapping[str, Any]) -> dict[str, str]:
+    """Return how nodes change resources, by the names of these: see updates_in."""
+    inputs = {node.name: [name.partition(":")[0] for name in node.input] for node in nodes}
+    by_name = {node.name: node for node in nodes}
+
+    def without_casts(name: str) -> str:
+        while name in by_name and by_name[name].op in ("Identity", "Cast", "Reshape"):
+            name = inputs[name][0]
+        return name
+
+    def reads(name: str, resource: str) -> bool:
+        node = by_name.get(without_casts(name))
+        return node is not None and node.op == "ReadVariableOp" and inputs[node.name] == [resource]
+
+    def depend(names: Sequence[str], resource: str) -> bool:
+        reached: set[str] = set()
+        for node in nodes:  # each comes after its inputs
+            if resource in inputs[node.name] or not reached.isdisjoint(inputs[node.name]):
+                reached.add(node.name)
+        return not reached.isdisjoint(names)
+
+    def changes(node: Any) -> Iterator[tuple[str, str, Sequence[str]]]:
+        """Yield each resource that a node changes, how, and by which inputs."""
+        given = inputs[node.name]
+        if node.op == "AssignVariableOp":
+            value = by_name.get(without_casts(given[1]))
+            operands = inputs[value.name] if value is not None else []
+            of_itself = [operand for operand in operands if reads(operand, given[0])]
+            is_known = bool(of_itself) and not (value.op == "Sub" and of_itself[0] != operands[0])
+            kind = _KINDS.get(value.op, "other") if is_known else "other"
+            yield given[0], kind, [operand for operand in operands if operand not in of_itself[:1]]
+        elif _changes(node.op):
+            yield given[0], _KINDS.get(node.op, "other"), given[1:]
+        handed = given[1:] if node.op in _CONDITIONS else given
         for attribute in node.attr.values():
             for called in [attribute.func, *attribute.list.func]:
                 if called.name in functions:
                     body = functions[called.name]
-                    inside = _changed(body.node_def, functions)
-                    arguments = zip(handed, body.signature.input_arg, strict=False)
-                    changed |= {outer for outer, argument in arguments if argument.name in inside}
-    return changed
+                    inside = _updates(body.node_def, functions)
+                    for outer, argument in zip(handed, body.signature.input_arg, strict=False):
+                        if argument.name in inside:
+                            kind = "other" if node.op in _LOOPS else inside[argument.name]
+                            yield outer, kind, [name for name in given if name != outer]
+
+    kinds: dict[str, str] = {}
+    for node in nodes:
+        for resource, kind, by in changes(node):
+            if kind != "other" and depend(by, resource):
+                kind = "other"
+            kinds[resource] = kind if kinds.get(resource, kind) == kind else "other"
+    return kinds
 
 
 def _changes(op: str) -> bool:
     """Return whether an operation changes the variable that is its first input."""
     is_of_resource = op.startswith("Resource") and not op.startswith("ResourceGather")
     return is_of_resource or op.startswith(("Assign", "RngReadAndSkip", "RngSkip"))
-
-
-def updates_in(function: Any) -> dict[int, str]:
-    """Return how a concrete function changes variables, by the id of their handle: "sum", "max", "min" or "other".
-
-    "sum": something is added to the variable; "max", "min": it becomes the larger or the smaller of itself and
-    something. What happens in functions that it calls, such as branches, is left out.
-    """
-    outer = {inner.op.name: id(handle) for handle, inner in function.graph.captures}
-    kinds: dict[int, str] = {}
-    for operation in function.graph.get_operations():
-        if operation.type not in ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"):
-            continue
-        handle = outer.get(operation.inputs[0].op.name)
-        if handle is None:
-            continue
-        kind = "sum"
-        if operation.type == "AssignVariableOp":
-            kind = _kind_of_value(operation.inputs[1].op, operation.inputs[0].op.name)
-        kinds[handle] = kind if kinds.get(handle, kind) == kind else "other"
-    return kinds
-
-
-def _kind_of_value(operation: Any, variable: str) -> str:
-    """Return what an assigned value is of the variable's former value: see updates_in."""
-    operation = _without_casts(operation)
-    read = [
-        source for source in map(_without_casts, (value.op for value in operation.inputs)) if _reads(source, variable)
-    ]
-    return _KINDS.get(operation.type, "other") if read else "other"
-
-
-def _without_casts(operation: Any) -> Any:
-    while operation.type in ("Identity", "Cast", "Reshape") and operation.inputs:
-        operation = operation.inputs[0].op
-    return operation
-
-
-def _reads(operation: Any, variable: str) -> bool:
-    return operation.type == "ReadVariableOp" and operation.inputs[0].op.name == variable

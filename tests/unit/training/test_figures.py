@@ -139,6 +139,10 @@ def test_states_of_every_metric_of_keras_are_sums(name: str) -> None:
     assert {*figures._kinds} == {"sum"}
 
 
+def called(function: Callable[[Any], Any], x: Any) -> Any:
+    return tf.function(function, autograph=False)(x)
+
+
 UPDATES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "added": (lambda state, x: state.assign_add(x), "sum"),
     "a sum": (lambda state, x: state.assign(x + state), "sum"),
@@ -148,6 +152,26 @@ UPDATES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a moving average": (lambda state, x: state.assign(0.9 * state + 0.1 * x), "other"),
     "the last": (lambda state, x: state.assign(x), "other"),
     "added and multiplied": (lambda state, x: (state.assign_add(x), state.assign(2.0 * state)), "other"),
+    "a running mean": (lambda state, x: state.assign(state + (x - state) / 3.0), "other"),
+    "a running mean, added": (lambda state, x: state.value.assign_add((x - state) / 3.0), "other"),
+    "doubled": (lambda state, x: state.assign(state + state), "other"),
+    "taken from": (lambda state, x: state.assign(x - state), "other"),
+    "added in a function": (lambda state, x: called(lambda y: state.assign_add(y), x), "sum"),
+    "a maximum in a function": (lambda state, x: called(lambda y: state.assign(keras.ops.maximum(state, y)), x), "max"),
+    "a running mean in a function": (lambda state, x: called(lambda y: state.assign_add(y), x - state), "other"),
+    "added in a branch": (
+        lambda state, x: tf.cond(x > 0, lambda: state.value.assign_add(x), lambda: state.value),
+        "sum",
+    ),
+    "the last in a branch": (
+        lambda state, x: tf.cond(x > 0, lambda: state.value.assign(x), lambda: state.value),
+        "other",
+    ),
+    "the first": (lambda state, x: tf.cond(state > 0, lambda: state.value.assign_add(x), lambda: state.value), "other"),
+    "added in a loop": (
+        lambda state, x: tf.while_loop(lambda i: i < x, lambda i: (i + 0.0 * state.value.assign_add(i) + 1,), [0.0]),
+        "other",
+    ),
 }
 
 
@@ -174,8 +198,9 @@ def test_a_state_is_combined_by_how_the_step_changes_it(name: str) -> None:
         ("none", float(np.finfo(np.float32).min), (-7.0, -5.0), -5.0),
     ],
 )
+@pytest.mark.parametrize("records", [1, RECORDS_IN_FLOAT32])
 def test_a_state_is_combined_by_what_it_is(
-    aggregation: str, initial: float, values: tuple[float, ...], expected: float
+    aggregation: str, initial: float, values: tuple[float, ...], expected: float, records: int
 ) -> None:
     class Keeps(keras.metrics.Metric):
         def __init__(self) -> None:
@@ -195,6 +220,7 @@ def test_a_state_is_combined_by_what_it_is(
         metric = Keeps()
         figures.append(figures_of(metric))
         metric.kept.assign(value)
+        figures[-1].count(records)
     assert [found["keeps"] for found in results(figures)] == [pytest.approx(expected)] * 2
 
 

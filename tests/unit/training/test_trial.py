@@ -35,6 +35,7 @@ class Does(layers.Layer):
 
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(name="calls", trainable=False, initializer="zeros", shape=())
+        self.classes = self.add_weight(name="classes", trainable=False, shape=(5, 4))
 
     def call(self, x: Any, training: bool = False) -> Any:
         return x + self.what(self, x) if training else x
@@ -70,6 +71,12 @@ NOT_KEPT = {
     "a draw in a branch": (
         lambda layer, x: tf.cond(tf.reduce_sum(x) > 0, lambda: tf.random.uniform([]), lambda: 0.0),
         f"{DRAWS} RandomUniform, which a resumed run would not draw again.",
+    ),
+    "drawn classes": (
+        lambda layer, x: tf.nn.sampled_softmax_loss(
+            layer.classes, layer.classes[:, 0], tf.zeros((8, 1), tf.int64), x, 2, 5
+        )[:, None],
+        f"{DRAWS} LogUniformCandidateSampler, which a resumed run would not draw again.",
     ),
     "a count": (
         lambda layer, x: COUNTER.assign_add(1.0),
