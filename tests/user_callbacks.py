@@ -23,10 +23,10 @@ class Recorder(keras.callbacks.Callback):
         told.append(["begin", self.params["epochs"], self.params["steps"]])
 
     def on_train_end(self, logs: Any = None) -> None:
-        told.append(["end", self.epochs, None])
+        told.append(["end", self.epochs, dict(logs)])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        told.append(["epoch begins", epoch, None])
+        told.append(["epoch begins", epoch, dict(logs)])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.epochs += 1

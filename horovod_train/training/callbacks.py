@@ -56,9 +56,13 @@ class Named:
     callback: keras.callbacks.Callback
 
     def overrides(self, methods: Sequence[str]) -> list[str]:
-        """Return those of some methods that its class has of its own."""
-        kind = type(self.callback)
-        return [method for method in methods if getattr(kind, method) is not getattr(keras.callbacks.Callback, method)]
+        """Return those of some methods that it has of its own, by its class or, as a LambdaCallback, set on itself."""
+        base = keras.callbacks.Callback
+        return [
+            method
+            for method in methods
+            if getattr(getattr(self.callback, method), "__func__", None) is not getattr(base, method)
+        ]
 
     def state(self) -> Any:
         """Return what it must have again after a resume, of values that JSON can hold; None: nothing.

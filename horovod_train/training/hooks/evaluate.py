@@ -43,7 +43,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         return interrupted
     parts.evaluated.assign(step)
     run.output.append_metrics("eval", step, int(state.epoch), values)
-    tell(run, step, "on_test_end", values)
+    tell(run, step, "on_test_end", logs=values)
     parts.best.update(step, values)
     return parts.early_stopping.update(step, values)
 
@@ -63,15 +63,13 @@ def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason
     return None
 
 
-def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
-    """Call METHOD(*arguments) of each callback, on this rank. Raises RunError if one fails."""
+def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, float] | None = None) -> None:
+    """Call METHOD(*arguments, logs) of each callback, on this rank. Raises RunError if one fails."""
     for named in run.parts.callbacks.named:
         with run.outside_training(HOOK, f"calling {named.name}"):
-            # Each gets a copy, because callbacks add to it.
-            copies = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
             failed = f"callbacks: {named.name} failed in {method} after step {step}"
             with raised_as(failed, has_stepped=run.group.heartbeat.has_stepped):
-                getattr(named.callback, method)(*copies)
+                getattr(named.callback, method)(*arguments, dict(logs or {}))  # a copy, because callbacks add to it
 
 
 def begin_callbacks(run: Run) -> None:
@@ -136,7 +134,7 @@ def _end_batch(run: Run, step: int) -> StopReason | None:
 def _end_epoch(run: Run, step: int) -> StopReason | None:
     epoch = step // run.parts.train.steps_per_epoch
     logs = run.group.broadcast_object(_logs(run, step))
-    tell(run, step, "on_epoch_end", epoch - 1, logs)
+    tell(run, step, "on_epoch_end", epoch - 1, logs=logs)
     run.parts.callbacks.epoch_ended_at = step
     reason = _stop(run)
     if reason is None and step < run.parts.last_step:
@@ -157,13 +155,14 @@ def _logs(run: Run, step: int) -> dict[str, float]:
 
 
 def end_callbacks(run: Run, step: int) -> None:
-    """Tell the callbacks that training ends, unless they were told so at this step in an earlier start."""
+    """Collective: tell the callbacks that training ends, unless they were told at this step in an earlier start."""
     averages, callbacks = run.state.averages, run.parts.callbacks
     if callbacks.train_ended_at == step:
         return
+    logs = run.group.broadcast_object(_logs(run, step))
     # As `fit` does: with use_ema it ends with the averages in the model.
     with averages.in_place() if averages.are_of_optimizer else nullcontext():
-        tell(run, step, "on_train_end")
+        tell(run, step, "on_train_end", logs=logs)
     callbacks.train_ended_at = step
 
 

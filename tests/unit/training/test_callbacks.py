@@ -40,6 +40,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("user_callbacks:no_callback", {}, "user_callbacks:no_callback must make a Keras callback; it made int."),
     ("user_callbacks:Predicts", {}, "Predicts has on_predict_end, which a training run never calls."),
+    (
+        "LambdaCallback",
+        {"on_test_batch_end": print},
+        "LambdaCallback has on_test_batch_end, which a training run never calls.",
+    ),
     ("user_callbacks:HalfAState", {}, "HalfAState needs both get_state() and set_state(state), or neither."),
 ]
 
@@ -50,6 +55,11 @@ def test_what_has_no_use_is_one_line(name: str, options: dict[str, Any], expecte
         load_callbacks([Spec(name, options)])
     assert expected in str(error.value)
     assert str(error.value).startswith("callbacks[0]")
+
+
+def test_a_function_of_a_lambda_callback_sees_batches() -> None:
+    assert load_callbacks([Spec("LambdaCallback", {"on_train_batch_end": print})]).see_batches
+    assert not load_callbacks([Spec("LambdaCallback", {"on_epoch_end": print})]).see_batches
 
 
 def made(rate: Any = 0.5) -> keras.Model:
