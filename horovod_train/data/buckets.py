@@ -108,9 +108,10 @@ def find_buckets(source: RecordSource, digest: str, schema: Schema, config: Data
 
 
 def _measure_lengths(source: RecordSource, lists: dict[str, Feature], config: DataConfig) -> np.ndarray:
-    """Read all records; a bad one gets length 0, and is reported when it is used."""
+    """Read all records; a bad one gets the full length, because it may be repaired, and is reported when it is used."""
     reader, parser = Reader(source, config.read_threads), source.parser(lists)
-    lengths = np.zeros((source.blocks.num_records, len(lists)), np.int32)
+    full = np.array([feature.max_length for feature in lists.values()], np.int32)
+    lengths = np.tile(full, (source.blocks.num_records, 1))
     for records, _, arrays, bad in parse_all(source, reader, parser, "reading records once, for their lengths"):
         usable = records[~np.isin(records, list(bad))]
         for column, (name, feature) in enumerate(lists.items()):

@@ -191,7 +191,7 @@ def test_padding_at_the_end_of_a_list_does_not_count(tmp_path: Path) -> None:
     assert buckets_of(dataclasses.replace(data, bucket_by_length="words")).lengths.tolist() == [[3], [0], [1]]
 
 
-def test_a_bad_record_is_named_when_it_is_used(tmp_path: Path) -> None:
+def test_a_bad_record_is_named_when_it_is_used_and_has_room_once_it_is_repaired(tmp_path: Path) -> None:
     write_file(tmp_path / "a.tfrecord", [example(words=values) for values in ([1], [1] * 6, [3, 4])])
     data = config(
         tmp_path,
@@ -200,14 +200,14 @@ def test_a_bad_record_is_named_when_it_is_used(tmp_path: Path) -> None:
         bucket_by_length="words",
         index_dir=str(tmp_path),
     )
-    assert buckets_of(data).lengths.tolist() == [[1], [0], [2]]
+    assert buckets_of(data).lengths.tolist() == [[1], [5], [2]]
     made = pipeline(data, batch=3)
     with pytest.raises(UserError, match=r"record 1 at byte .* expected at most 5 values"), made.explaining():
         batches(made)
     assert len(check_split(data, "train").bad) == 1
     (batch,) = batches(pipeline(dataclasses.replace(data, on_bad_record="skip"), batch=3))
     assert sorted(batch.ids.tolist()) == [mark_skipped(1), 0, 2]
-    assert batch.inputs.shape == (3, 2)
+    assert batch.inputs.shape == (3, 5)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
