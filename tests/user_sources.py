@@ -15,7 +15,7 @@ def row(record: int) -> dict[str, Any]:
 
 
 class Items:
-    """One record at a time. torn: records that raise; odd: those of another shape; says: another __len__."""
+    """One record at a time. torn: records that raise; odd: of another shape; other: other features; says: __len__."""
 
     def __init__(
         self,
@@ -23,10 +23,12 @@ class Items:
         records: Any = RECORDS,
         torn: tuple[int, ...] = (),
         odd: tuple[int, ...] = (),
+        other: tuple[int, ...] = (),
         says: Any = None,
         changed: int | None = None,
     ) -> None:
-        self.records, self.torn, self.odd, self.says, self.changed = records, torn, odd, says, changed
+        self.records, self.torn, self.odd, self.other = records, torn, odd, other
+        self.says, self.changed = says, changed
         self.read_records: list[int] = []
 
     def __len__(self) -> int:
@@ -38,7 +40,7 @@ class Items:
         if record in self.torn:
             raise ValueError("torn page")
         self.read_records.append(record)
-        found = row(record)
+        found = {"z": 1} if record in self.other else row(record)
         if record in self.odd:
             found["x"] = found["x"][:3]
         if record == self.changed:

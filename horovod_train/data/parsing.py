@@ -75,7 +75,8 @@ class SchemaParser:
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
-        has_problem = any(self._features[name].value_problem(array) for name, array in arrays.items())
+        # Those of lists are checked before they are padded.
+        has_problem = any(f.value_problem(arrays[name]) for name, f in self._features.items() if not f.max_length)
         return None if has_problem else arrays
 
     def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
@@ -201,6 +202,8 @@ def pad_lists(feature: Feature, stored: tf.RaggedTensor) -> tf.Tensor:
     if feature.decode == "raw":
         tf.debugging.assert_equal(tf.strings.length(flat), raw_bytes(feature))
         flat = tf.io.decode_raw(flat, feature.raw_dtype)
+    if feature.classes:
+        tf.debugging.Assert(feature.value_problem(flat.numpy()) is None, [flat])
     items = tf.RaggedTensor.from_row_splits(tf.reshape(flat, [-1, *feature.shape]), splits, validate=False)
     tf.debugging.assert_less_equal(items.row_lengths(), tf.cast(feature.max_length, items.row_splits.dtype))
     padding = "" if items.dtype == tf.string else tf.cast(feature.padding, items.dtype)

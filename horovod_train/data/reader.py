@@ -123,7 +123,10 @@ def parse_usable(
         else:
             usable.append(stored)
     arrays = parser.parse(usable) if usable else {}
-    assert arrays is not None, "every record was checked, and together they still do not parse"
+    if arrays is None:  # as of a user's function that takes each record, but not these together
+        rows = [parser.parse([stored]) for stored in usable]
+        assert None not in rows, "every record was checked, and one still does not parse"
+        arrays = {name: np.concatenate([row[name] for row in rows if row]) for name in parser.dtypes}
     return arrays, unusable
 
 

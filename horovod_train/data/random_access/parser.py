@@ -5,6 +5,7 @@ Casting, scaling and image decoding follow later; see transforms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class ArraysParser:
         for name, feature in self._features.items():
             values = self._values(records, name)
             array = None if values is None else _convert(feature, values)
-            if array is None or feature.value_problem(array):
+            if values is None or array is None or _value_problem(feature, values, array):
                 return None
             parsed[name] = array
         return parsed
@@ -43,7 +44,7 @@ class ArraysParser:
                 if feature.class_names and (texts := _as_bytes(values)) is not None:
                     actual = ", ".join(repr(text.decode(errors="replace")) for text in texts.ravel()[:3].tolist())
                 return f"feature {name}: expected {_expected_form(feature)}; the record holds {actual}"
-            if problem := feature.value_problem(array):
+            if problem := _value_problem(feature, values, array):
                 return f"feature {name}: {problem}"
         return None
 
@@ -56,9 +57,17 @@ class ArraysParser:
 
 
 def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
-    """Return the values as the schema has them; None if they do not fit."""
+    """Return the values as the schema has them; None if those of some record, taken alone, do not fit."""
     if feature.max_length:
         return _pad(feature, values)
+    array = _convert_alike(feature, values)
+    if array is None and values.dtype == object:  # they differ in kind, and may fit one by one
+        rows = [_convert_alike(feature, stack([value])) for value in values]
+        return None if any(row is None for row in rows) else np.concatenate(rows)
+    return array
+
+
+def _convert_alike(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     if feature.stored_dtype == "string" or feature.decode == "image":
         shape = () if feature.decode == "image" else feature.shape
         texts = _as_bytes(values)
@@ -68,13 +77,6 @@ def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         found = [numbers.get(text.strip()) for text in texts.ravel()]
         fits = texts.shape[1:] == feature.shape and None not in found
         return np.array(found, np.int64).reshape(texts.shape) if fits else None
-    if values.dtype == object and all(
-        isinstance(value, np.ndarray)
-        and value.shape == feature.shape
-        and _fits_dtype(value.dtype, feature.stored_dtype)
-        for value in values
-    ):
-        return np.stack([value.astype(feature.stored_dtype, copy=False) for value in values])
     if values.shape[1:] != feature.shape or not _fits_dtype(values.dtype, feature.stored_dtype):
         return None
     return values.astype(feature.stored_dtype, copy=False)
@@ -86,33 +88,53 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     lists = [np.asarray(value) for value in values]
     if any(value.ndim == 0 or len(value) > feature.max_length for value in lists):
         return None
-    if any(len(value) and value.shape[1:] != feature.shape for value in lists):
+    # Each list is converted alone: joined first, numbers among texts would be texts, and integers among floats floats.
+    items = [_items(feature, value) for value in lists if len(value)]
+    if any(item is None for item in items):
         return None
-    lengths = np.array([len(value) for value in lists])
-    flat = np.concatenate([value for value in lists if len(value)] or [np.zeros((0, *feature.shape), np.bool_)])
-    if feature.stored_dtype == "string":
-        texts = _as_bytes(flat) if len(flat) else flat
-        if texts is None:
-            return None
-        flat, dtype, padding = texts, np.dtype(object), b""
-    else:
-        dtype, padding = np.dtype(feature.stored_dtype), feature.padding  # type: ignore[assignment]
-        if not _fits_dtype(flat.dtype, feature.stored_dtype):
-            return None
+    is_text = feature.stored_dtype == "string"
+    padding, dtype = (b"", object) if is_text else (feature.padding, np.dtype(feature.stored_dtype))
     rows = np.full((len(lists), *feature.tensor_shape), padding, dtype)
-    rows[np.arange(feature.max_length) < lengths[:, None]] = flat
+    if items:
+        rows[_is_item(feature, lists)] = np.concatenate(items)
     return rows
 
 
+def _items(feature: Feature, values: np.ndarray) -> np.ndarray | None:
+    """Return one list as the schema has it; None if it does not fit. Integers may stand for floats."""
+    if values.shape[1:] != feature.shape:
+        return None
+    stored = feature.stored_dtype
+    if stored == "string":
+        return _as_bytes(values)
+    fits = _fits_dtype(values.dtype, stored) or (values.dtype.kind in "iu" and np.dtype(stored).kind == "f")
+    return values.astype(stored, copy=False) if fits else None
+
+
+def _is_item(feature: Feature, lists: Sequence[Any]) -> np.ndarray:
+    """Return which places of padded lists are none of the padding: bool [records, max_length]."""
+    return np.arange(feature.max_length) < np.array([len(value) for value in lists])[:, None]
+
+
+def _value_problem(feature: Feature, values: np.ndarray, array: np.ndarray) -> str | None:
+    """Return what is wrong with values as classes; padding is none. array: the values as the schema has them."""
+    if feature.classes and feature.max_length:
+        array = array[_is_item(feature, list(values))]
+    return feature.value_problem(array)
+
+
 def _as_bytes(values: np.ndarray) -> np.ndarray | None:
-    """Return texts as bytes objects; None if some are no texts."""
+    """Return texts as bytes objects; None if some are no texts, or cannot be encoded."""
     if values.dtype.kind == "S":
         return values.astype(object)
-    if values.dtype.kind == "U":
-        return np.char.encode(values, "utf-8").astype(object)
-    if values.dtype != object:
+    try:
+        if values.dtype.kind == "U":
+            return np.char.encode(values, "utf-8").astype(object)
+        if values.dtype != object:
+            return None
+        flat = [value.encode() if isinstance(value, str) else value for value in values.ravel()]
+    except UnicodeEncodeError:
         return None
-    flat = [value.encode() if isinstance(value, str) else value for value in values.ravel()]
     return objects(flat).reshape(values.shape) if all(isinstance(value, bytes) for value in flat) else None
 
 
@@ -143,9 +165,11 @@ def _actual_form(values: np.ndarray) -> str:
     (value,) = values
     if value is None:
         return "nothing"
+    array = np.asarray(value)
+    if array.dtype.kind == "U" and _as_bytes(array) is None:
+        return "text with a surrogate, which UTF-8 does not have"
     if isinstance(value, bytes | str) or values.dtype.kind in "SU":
         return _describe_type("text", values.shape[1:])
-    array = np.asarray(value)
     if array.dtype == object and any(part is None for part in array.ravel()):
         return "a list that lacks a value"
     return _describe_type("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)

@@ -52,8 +52,11 @@ class UsersStore:
 
     def read(self, first: int, last: int) -> Arrays:
         arrays = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
-        names = self._request.names
-        return {name: arrays[name] for name in names if name in arrays} if names else arrays
+        names = self._request.names or tuple(arrays)
+        used = {name: arrays[name] for name in names if name in arrays}
+        if not used:
+            raise ValueError(f"it has none of {', '.join(names)}; it has {', '.join(arrays)}")
+        return used
 
     def name(self, record: int) -> str:
         return f"{self.path}: record {record}"

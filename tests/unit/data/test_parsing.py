@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import example, image_record
 
-from horovod_train.data.parsing import FixedLayout, NotPlain, SchemaParser
+from horovod_train.data.parsing import FixedLayout, FunctionParser, NotPlain, SchemaParser
+from horovod_train.data.reader import parse_usable
 from horovod_train.data.schema import Feature
 
 FEATURES = {
@@ -73,6 +74,16 @@ def test_the_parser_takes_tables_and_lists_alike() -> None:
     assert one is not None
     assert other is not None
     assert all(np.array_equal(one[name], other[name]) for name in features)
+
+
+def test_records_of_which_a_function_takes_only_one_at_a_time_are_parsed_so() -> None:
+    def length_of(records: tf.Tensor) -> dict[str, tf.Tensor]:
+        tf.debugging.assert_equal(tf.size(records), 1)
+        return {"length": tf.strings.length(records)}
+
+    parser = FunctionParser(length_of, "length_of")
+    arrays, bad = parse_usable(parser, np.arange(3), [b"a", b"bb", b"ccc"], {}, lambda record, problem: problem)
+    assert (arrays["length"].tolist(), bad) == ([1, 2, 3], {})
 
 
 def test_records_that_differ_in_more_than_values_are_left_to_tensorflow() -> None:

@@ -34,6 +34,8 @@ from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.random_access.arrow import ParquetFile
+from horovod_train.data.random_access.parser import ArraysParser
+from horovod_train.data.schema import parse_feature
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -302,6 +304,10 @@ def test_a_file_that_is_no_image_is_named(images: Path) -> None:
         (of_class("Items", torn=[41]), r"anywhere: record 41: ValueError: torn page \(at .*user_sources\.py:\d+\)\."),
         (of_class("Many", torn=[41]), r"anywhere: record 41: OSError: torn page \(at .*user_sources\.py:\d+\)\."),
         (
+            dataclasses.replace(of_class("Items", other=[41]), inputs=("x",)),
+            r"anywhere: record 41: ValueError: it has none of x, y; it has z\.",
+        ),
+        (
             of_class("Items", odd=[41]),
             r"record 41: feature x: expected uint8\[4, 4, 1\]; the record holds uint8\[3, 4, 1\]",
         ),
@@ -313,6 +319,31 @@ def test_a_bad_record_is_named_or_skipped(data: DataConfig, said: str) -> None:
     made = pipeline(dataclasses.replace(data, on_bad_record="skip"))
     assert sorted(ids(read(made))) == [number for number in range(RECORDS) if number != 41]
     assert made.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "bad"),
+    [
+        ({"type": "float", "max_length": 3}, [[1.5, 2.0], [1, 2], [], [1.0, 2.0, 3.0, 4.0]], [3]),
+        ({"type": "int64", "max_length": 3}, [[True], [2], np.array([3], np.uint64), [4.0]], [2, 3]),
+        ({"type": "bytes", "max_length": 2}, [["a"], ["bb", "c"], [b"d"], [1], ["\udc80"]], [3, 4]),
+        ({"type": "bytes", "shape": [2]}, [np.array(["a", "b"]), np.array(["aa", "b"]), ["c", "d"], ["e"]], [3]),
+        ({"type": "bytes"}, ["a", b"b", "x\udc80"], [2]),
+        ({"type": "float"}, [1.5, np.float32(2.5), True, None, "a"], [3, 4]),
+        ({"type": "int64", "class_names": ["dog", "cat"]}, ["cat", 0, np.int32(1), "cow", 2], [3, 4]),
+    ],
+)
+def test_a_record_is_good_or_bad_whatever_its_neighbours_are(
+    settings: dict[str, Any], values: list[Any], bad: list[int]
+) -> None:
+    parser = ArraysParser({"x": parse_feature(settings, "x")})
+    records = [{"x": value} for value in values]
+    assert [number for number, record in enumerate(records) if parser.problem(record)] == bad
+    assert parser.parse(records) is None
+    good = [record for number, record in enumerate(records) if number not in bad]
+    together, alone = parser.parse(good), [parser.parse([record]) for record in good]
+    assert together is not None
+    assert together["x"].tolist() == [one["x"].tolist()[0] for one in alone if one]
 
 
 def test_a_damaged_chunk_of_hdf5_is_named_or_skipped(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from made_records import batches, config, example, pipeline, write_file
@@ -123,6 +125,22 @@ def test_a_list_of_an_example_that_has_no_whole_items_is_named(values: list[floa
     with pytest.raises(UserError) as raised, made.explaining():
         batches(made)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["tfrecord", "parquet"])
+def test_padding_is_no_class(form: str, tmp_path: Path) -> None:
+    lists, path = [[1, 2], [9], [3, 10], [-1]], tmp_path / f"a.{form}"
+    if form == "tfrecord":
+        write_file(path, [example(x=values) for values in lists])
+    else:
+        pa.parquet.write_table(pa.table({"x": lists}), path)
+    features = {"x": {"type": "int64", "max_length": 3, "padding": -1, "classes": 10}}
+    data = config(path, features=features, inputs=("x",), shuffle=False, on_bad_record="skip")
+    (batch,) = batches(pipeline(data, batch=4))
+    assert batch.inputs[batch.ids >= 0].tolist() == [[1, 2, -1], [9, -1, -1]]
+    expected = "x: expected a value from 0 to 9; the record holds"
+    bad = [line.rpartition("feature ")[2] for line in check_split(data, "train").bad]
+    assert bad == [f"{expected} 10.", f"{expected} -1."]
 
 
 class Tracks:
