@@ -217,7 +217,7 @@ class Feature:
     dct_method: Literal["fast", "accurate"] = setting("fast", "of JPEGs: arithmetic of the inverse transform")
     interpolation: Literal["bilinear", "nearest"] = setting("bilinear", "of resized images; nearest for class numbers")
     cast: Dtype | None = setting(None, "dtype of the tensor")
-    scale: float | None = setting(None, "tensor = value * scale + offset, computed in `cast`, or in float32")
+    scale: float | None = setting(None, "tensor = value * scale + offset, in float32, or as exact as `cast` is")
     offset: float | None = setting(None, "see scale")
     classes: int | None = setting(None, "values must be in [0, classes)", minimum=1)
     class_names: tuple[str, ...] = setting((), "of the numbers from 0, one each; records may hold them as text")

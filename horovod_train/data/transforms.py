@@ -284,11 +284,14 @@ def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
     """Return value * scale + offset in the feature's dtype, or the values cast only."""
     if feature.scale is not None or feature.offset is not None:
         dtype = tf.as_dtype(feature.tensor_dtype)
-        values = tf.cast(values, dtype if dtype.is_floating else tf.float32)
+        if not dtype.is_floating:  # float32 would make one number of many
+            only_adds = values.dtype.is_integer and feature.scale is None and float(feature.offset or 0).is_integer()
+            dtype = tf.int64 if only_adds else tf.float64
+        values, number = tf.cast(values, dtype), dtype.as_numpy_dtype  # tf.cast would make float32 of a Python number
         if feature.scale is not None:
-            values *= tf.cast(feature.scale, values.dtype)
+            values *= number(feature.scale)
         if feature.offset is not None:
-            values += tf.cast(feature.offset, values.dtype)
+            values += number(feature.offset)
     return values if values.dtype == feature.tensor_dtype else tf.cast(values, feature.tensor_dtype)
 
 

@@ -32,6 +32,8 @@ from PIL import Image
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.batch_source import StepSize
 from horovod_train.data.dataset import open_records
+from horovod_train.data.schema import parse_feature
+from horovod_train.data.transforms import cast_and_scale
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -422,6 +424,15 @@ def test_a_users_augment_function_is_used(images: Path) -> None:
     plain = by_number(batches(pipeline(config(images))))
     assert by_number(batches(pipeline(data(0.0)))) == plain
     assert by_number(batches(pipeline(data(90.0)))) != plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "number", "expected"),
+    [({"offset": -1}, 2**62 + 3, 2**62 + 2), ({"scale": 0.1, "offset": 1}, 10**13 + 10, 10**12 + 2)],
+)
+def test_scaled_integers_stay_different_numbers(settings: dict[str, int], number: int, expected: int) -> None:
+    feature = parse_feature({"type": "int64", "cast": "int64", **settings}, "id")
+    assert int(cast_and_scale(feature, tf.constant(number, tf.int64))) == expected
 
 
 def test_features_of_all_kinds_become_tensors(tmp_path: Path) -> None:
