@@ -258,40 +258,37 @@ class GradientCombiner:
 
         Raises UserError if local variables or groups of variables cannot be told without `variables`.
         """
-        combined, prefix = list(grads), self._exchange_prefix(variables)
+        combined = list(grads)
         if not self.process_set.included():
             return combined
         if variables is None and (self._local_variables or isinstance(self._groups, list)):
             raise UserError(f"{self.owner}: local variables and groups need apply(grads, trainable_variables).")
         variables = variables or [None] * len(combined)
         local_indices = {i for i, variable in enumerate(variables) if variable is not None and self.is_local(variable)}
-        indices = [i for i, grad in enumerate(combined) if grad is not None and i not in local_indices]
+        shared_indices = [i for i in range(len(combined)) if i not in local_indices]
+        places = {i: place for place, i in enumerate(shared_indices)}  # ranks may have different local variables
+        indices = [i for i in shared_indices if combined[i] is not None]
         # A tape may also differentiate by tensors, such as inputs, which differ by rank.
         weights = [
             variables[i] for i in indices if variables[i] is not None and not isinstance(variables[i], tf.Tensor)
         ]
         check_have_gradients(weights)
-        if weights:
+        prefix = self.name or self.owner
+        if weights:  # two optimizers of a script may have one name
+            prefix = f"{prefix}.{number_of(weights[0], self.process_set)}"
             count_exchange(weights, prefix, self.process_set)
         if self.scale_local_gradients:
             for i in local_indices:
                 combined[i] = _divide(combined[i], number_of_ranks(self.process_set))
         for number, bucket in enumerate(self._split_by_dtype(combined, indices, variables)):
             if len(bucket) == 1:
-                combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{bucket[0]}")
+                combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{places[bucket[0]]}")
                 continue
             with tf.device(self.device_dense):
                 exchanged = self._exchange.combine_together([combined[i] for i in bucket], f"{prefix}.group.{number}")
             for i, gradient in zip(bucket, exchanged, strict=True):
                 combined[i] = gradient
         return combined
-
-    def _exchange_prefix(self, variables: Sequence[Any] | None) -> str:
-        """Return the first part of the names of exchanges: the same on all ranks, and different for each use."""
-        prefix, first = self.name or self.owner, variables[0] if variables else None
-        if first is None or isinstance(first, tf.Tensor):
-            return prefix
-        return f"{prefix}.{number_of(first, self.process_set)}"  # two optimizers of a script may have one name
 
     def _combine(self, grad: Any, name: str) -> Any:
         is_sparse = isinstance(grad, tf.IndexedSlices) and not self.sparse_as_dense

@@ -56,6 +56,12 @@ def test_local_layers_are_each_ranks_own(ranks: list[dict[str, Any]]) -> None:
     assert len({facts["shared_part"] for facts in ranks}) == 1
 
 
+def test_ranks_may_have_different_numbers_of_local_variables(ranks: list[dict[str, Any]]) -> None:
+    mean = (len(ranks) - 1) / 2
+    for facts in ranks:
+        assert facts["behind_local"] == [[-mean, -10 * mean]] * 2
+
+
 def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         refused = facts["refused"]

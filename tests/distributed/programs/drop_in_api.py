@@ -151,6 +151,34 @@ if some.included():  # the others know nothing of it, and all exchange with each
     loop(dense(), distributed(process_set=some))
 facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
 
+
+def behind_local_variables(through_tape: bool) -> list[float]:
+    """Two variables that all ranks have, after gradients rank and 10 rank; each rank has other local ones before."""
+    shared, local = ([keras.Variable([0.0]) for _ in range(count)] for count in (2, size - 1 - rank))
+    variables, optimizer = [*local, *shared], keras.optimizers.SGD(1.0)
+    factors = tf.constant([1.0] * len(local) + [1.0 * rank, 10.0 * rank])
+    if not through_tape:
+        hvd.DistributedOptimizer(optimizer)
+    for variable in [] if through_tape else local:
+        optimizer.register_local_var(variable)
+    optimizer.build(variables)
+
+    @tf.function
+    def step(factors: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(factors * tf.concat(variables, axis=0))
+        if through_tape:
+            tape = hvd_tf.DistributedGradientTape(tape)
+            for variable in local:
+                tape.register_local_source(variable.value)
+        optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+
+    step(factors)
+    return [float(variable.numpy()[0]) for variable in shared]
+
+
+facts["behind_local"] = [behind_local_variables(through_tape) for through_tape in (True, False)]
+
 # Two sets of variables in turns; a variable whose last gradient of a sum is missing.
 summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
 pair = [keras.Variable([1.0]), keras.Variable([1.0])]
