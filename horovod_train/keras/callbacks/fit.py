@@ -259,12 +259,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras' ModelCheckpoint with save_best_only, which writes on rank 0 only.
+    """Keras' ModelCheckpoint with save_best_only, which writes on one rank only.
 
     filepath: default best.keras, or best.weights.h5 with save_weights_only; Horovod's has none.
 
     The other arguments are Keras'. Put it after MetricAverageCallback.
     """
+
+    root_rank = 0
+    """The rank that writes; beside the broadcast callback its root."""
 
     def __init__(
         self,
@@ -278,7 +281,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().__init__(
             filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
             monitor=monitor,
-            verbose=verbose if hvd.rank() == 0 else 0,
+            verbose=verbose,
             save_best_only=True,
             save_weights_only=save_weights_only,
             mode=mode,
@@ -286,11 +289,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if hvd.rank() == 0:
+        if hvd.rank() == self.root_rank:
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if hvd.rank() == 0:
+        if hvd.rank() == self.root_rank:
             super().on_epoch_end(epoch, logs)
 
 
@@ -349,6 +352,9 @@ def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
 
 def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
     """Replace callbacks that write files or show progress by one that does nothing, on all ranks except root_rank."""
+    for callback in callbacks:
+        if isinstance(callback, BestModelCheckpoint):
+            callback.root_rank = root_rank
     if hvd.rank() == root_rank:
         return
     writers = _take_out(callbacks, _FILE_WRITERS)

@@ -135,6 +135,10 @@ def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dic
         assert "Train with hvd.DistributedOptimizer(optimizer)" in facts["plain_in_fit"]
 
 
+def test_the_best_model_is_written_by_root_whichever_rank_that_is(ranks: list[dict[str, Any]]) -> None:
+    assert all(facts["best_of_root_1"] for facts in ranks)
+
+
 def test_a_copy_from_the_config_is_distributed_as_the_original_is(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert max(facts["of_its_config"]) < 1e-5

@@ -149,6 +149,9 @@ facts["partial_in_fit"] = error_of(
 facts["process_set_in_fit"] = error_of(lambda: fit(dense(), distributed(process_set=some), in_fit))
 if some.included():  # the others know nothing of it, and all exchange with each other after it
     loop(dense(), distributed(process_set=some))
+best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / "best.keras"))
+fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
+facts["best_of_root_1"] = Path(best.filepath).exists()
 facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
 
 
