@@ -43,6 +43,7 @@ class Guards:
 
 
 _guards = Guards()
+_awaits_broadcast = False
 
 
 def switch(guards: Guards) -> None:
@@ -52,6 +53,12 @@ def switch(guards: Guards) -> None:
 
 def guards() -> Guards:
     return _guards
+
+
+def set_awaits_broadcast(awaits: bool) -> None:
+    """Say whether `fit` is still to broadcast: until then a tenth exchange is not checked. Alike on all ranks."""
+    global _awaits_broadcast
+    _awaits_broadcast = awaits
 
 
 def make_outside_graphs(make: Callable[[], T]) -> T:
@@ -141,6 +148,8 @@ def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.T
 
     def check(digests: np.ndarray) -> bool:
         global _disagreement
+        if _awaits_broadcast:
+            return True
         try:
             check_equal(digests, names, ranks, _ADVICE)
         except RanksDisagree as error:

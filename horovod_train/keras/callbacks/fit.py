@@ -28,7 +28,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.backup import restore_from_root
 from horovod_train.keras.values import switch_off_xla
-from horovod_train.tensorflow.agreement import check_equal, digest, guards
+from horovod_train.tensorflow.agreement import check_equal, digest, guards, set_awaits_broadcast
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
 
@@ -110,7 +110,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._nan_callbacks = _take_out(callbacks, keras.callbacks.TerminateOnNaN)
         if is_shared:
             restore_from_root(callbacks, self.model, self.root_rank)
-        if self._is_built_on_all_ranks():
+        is_built = self._is_built_on_all_ranks()
+        set_awaits_broadcast(not is_built)  # the first batches are one compiled call, of ten exchanges or more
+        if is_built:
             self._broadcast()
 
     def _is_built_on_all_ranks(self) -> bool:
@@ -121,6 +123,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         self._has_broadcast = True
+        set_awaits_broadcast(False)
         variables, optimizer = list(self.model.weights), self.model.optimizer
         if optimizer is not None:  # a model with several optimizers stores them itself
             if not optimizer.built:

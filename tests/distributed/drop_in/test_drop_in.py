@@ -139,6 +139,11 @@ def test_the_best_model_is_written_by_root_whichever_rank_that_is(ranks: list[di
     assert all(facts["best_of_root_1"] for facts in ranks)
 
 
+def test_a_model_without_variables_may_take_sixteen_steps_before_it_is_broadcast(ranks: list[dict[str, Any]]) -> None:
+    assert {facts["unbuilt_16_a_call"] for facts in ranks} == {"accepted"}
+    assert len({facts["unbuilt_weights"] for facts in ranks}) == 1
+
+
 def test_a_copy_from_the_config_is_distributed_as_the_original_is(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert max(facts["of_its_config"]) < 1e-5

@@ -152,6 +152,9 @@ if some.included():  # the others know nothing of it, and all exchange with each
 best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / "best.keras"))
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
 facts["best_of_root_1"] = Path(best.filepath).exists()
+unbuilt = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
+facts["unbuilt_16_a_call"] = error_of(lambda: fit(unbuilt, distributed(), in_fit, steps_per_execution=16))
+facts["unbuilt_weights"] = weights(unbuilt).tobytes().hex()
 facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
 
 
