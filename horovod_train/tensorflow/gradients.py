@@ -380,6 +380,11 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
                     "DistributedOptimizer: local variables do not go with LossScaleOptimizer: a rank on which one of "
                     "their gradients overflows would skip the step alone. Use mixed_bfloat16, which needs no scale."
                 )
+            if getattr(self, "global_clipnorm", None) is not None:
+                raise UserError(
+                    "DistributedOptimizer: local variables do not go with global_clipnorm: each rank would clip by "
+                    "another norm. Use clipnorm."
+                )
             combiner.register_local(var)
 
     return WithLocalVariables
@@ -451,7 +456,10 @@ class _DistributedTape:
 def _distributed_tape(base: type, combiner: GradientCombiner) -> type:
     class Distributed(base, _DistributedTape):
         def register_local_source(self, source: Any) -> None:
-            """Leave the gradients of this variable out of the exchange."""
+            """Leave the gradients of this variable out of the exchange.
+
+            Clip those of the others apart from it: a common norm would be another one on each rank.
+            """
             combiner.register_local(source)
 
         def gradient(

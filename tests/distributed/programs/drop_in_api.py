@@ -88,6 +88,11 @@ facts["refused"] = {
             keras.optimizers.LossScaleOptimizer(sgd()), local_layers=dense().layers[-1]
         )
     ),
+    "local_clipped": error_of(
+        lambda: hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(global_clipnorm=1.0), local_layers=dense().layers[-1]
+        )
+    ),
     "groups": error_of(lambda: distributed(groups=0)),
     "no_optimizer": error_of(lambda: hvd.DistributedOptimizer("sgd")),
     "global_variables": error_of(lambda: hvd.broadcast_global_variables(0)),
