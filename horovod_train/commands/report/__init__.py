@@ -163,16 +163,17 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if code := list(dict.fromkeys(start.code for start in run.starts if start.code)):
         yield "code", "; ".join(code)
     yield "audit", run.audit
-    # A run that failed has no summary; what it has written says how far it came.
+    # Before it has ended, there is no summary, or that of an earlier start; what was written says how far it came.
+    summary = run.summary if run.explanation.state in ("finished", "stopped") else {}
     reached = {"steps": run.rows[-1].step, "epochs": run.rows[-1].epoch} if run.rows else {}
     for key, label in (("steps", "steps"), ("epochs", "epochs"), ("weights_sha256", "SHA-256 of the weights")):
-        if key in run.summary:
-            yield label, str(run.summary[key])
+        if key in summary:
+            yield label, str(summary[key])
         elif key in reached:
             yield label, f"{reached[key]}, of the last line of metrics"
     for split in ("train", "eval"):
         rows = [row for row in run.rows if row.split == split]
-        last = run.summary.get(split) or (rows[-1].values if rows else {})
+        last = summary.get(split) or (rows[-1].values if rows else {})
         values = {name: value for name, value in last.items() if name not in UNITS}
         if values:
             yield f"last {split}", ", ".join(f"{name} {_value(value)}" for name, value in values.items())

@@ -46,6 +46,8 @@ class Start:
     host: str
     launcher: str
     from_step: int
+    trained: bool
+    """Whether it came as far as training, before which it writes no metrics and removes none."""
     begin: float
     end: float
     phases: tuple[Phase, ...]
@@ -134,6 +136,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             host=story.host,
             launcher=story.launcher,
             from_step=max((int(step[1]) for step in resumed if step), default=0),
+            trained=any(text.startswith("ends at step ") for text in infos),
             begin=times[0],
             end=times[-1],
             phases=tuple(_phases(story, times)),
@@ -156,11 +159,11 @@ def _phases(story: RankStory, times: Sequence[float]) -> Iterator[Phase]:
 def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     """Yield the lines of metrics.jsonl; the last may be cut short.
 
-    A resume removes the lines after its step, so a line is of the last start that began before its step.
+    A resume removes the lines after its step, so a line is of the last start that trained from before its step.
     """
     if not path.exists():
         return
-    begins = [(start.from_step, start.begin) for start in starts] or [(0, 0.0)]
+    begins = [(start.from_step, start.begin) for start in starts if start.trained] or [(0, 0.0)]
     for row in metrics_in(lines_in(path.read_bytes())):
         begin = next((time for from_step, time in reversed(begins) if from_step < row.step), begins[0][1])
         yield row._replace(seconds=begin + row.seconds)

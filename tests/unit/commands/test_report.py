@@ -26,6 +26,7 @@ TIME = "2026-11-22T10:00:{:06.3f}+00:00"
 FIRST = [
     (0, "start", "rank 0 of 2, launcher horovodrun, process 7 on node1; on CPU, 1 threads"),
     (1, "info", "starting from initial weights"),
+    (2, "info", "ends at step 60"),
     (2, "phase", "compile"),
     (5, "phase", "train after step 10"),
     (8, "slow", "rank 1 (node1) has been in input for 3 s at step 20; 1 rank waits for it"),
@@ -35,6 +36,7 @@ FIRST = [
 SECOND = [
     (30, "start", "rank 0 of 3, launcher srun, process 8 on node2; on CPU, 1 threads"),
     (31, "info", "resumed from runs/a/checkpoints/step-000000040 at step 40"),
+    (31, "info", "ends at step 60"),
     (32, "phase", "train after step 50"),
     (39, "phase", "evaluate after step 60"),
     (40, "phase", "train after step 60"),
@@ -48,10 +50,22 @@ ROWS = [
 ]
 
 
-def run_dir(folder: Path, rows: Sequence[object] = ROWS, config: str = "seed: 1\ndata: {shuffle: true}\n") -> Path:
-    """A run that was killed at step 40 on two ranks and resumed on three."""
+THIRD = [
+    (50, "start", "rank 0 of 3, launcher srun, process 9 on node2; on CPU, 1 threads"),
+    (51, "failed", "data.train: there is no such folder"),
+    (52, "end", "failed, exit code 2"),
+]
+
+
+def run_dir(
+    folder: Path,
+    rows: Sequence[object] = ROWS,
+    config: str = "seed: 1\ndata: {shuffle: true}\n",
+    third: Sequence[tuple[int, str, str]] = (),
+) -> Path:
+    """A run that was killed at step 40 on two ranks and resumed on three. third: what one more start has logged."""
     (folder / "logs").mkdir(parents=True)
-    lines = [f"{TIME.format(second)} {kind} {text}\n" for second, kind, text in [*FIRST, *SECOND]]
+    lines = [f"{TIME.format(second)} {kind} {text}\n" for second, kind, text in [*FIRST, *SECOND, *third]]
     (folder / "logs" / "rank-0.log").write_text("".join(lines))
     end = {"rank": 0, "host": "node2", "pid": 8, "ended": "done", "exit_code": 0, "time": TIME.format(41)}
     (folder / "logs" / "rank-0.end.json").write_text(json.dumps(end))
@@ -105,6 +119,24 @@ def test_a_run_is_read_start_by_start(tmp_path: Path) -> None:
 def test_each_row_is_of_the_start_that_wrote_it(tmp_path: Path) -> None:
     run = read_run(run_dir(tmp_path / "a"))
     assert [row.seconds for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
+
+
+def test_a_start_that_fails_before_it_trains_owns_no_row(tmp_path: Path) -> None:
+    run = read_run(run_dir(tmp_path / "a", third=THIRD))
+    assert [row.seconds for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
+
+
+def test_the_summary_of_an_earlier_start_tells_versions_only(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path / "a", third=THIRD)
+    end = {"rank": 0, "host": "node2", "pid": 9, "ended": "failed", "exit_code": 2, "time": TIME.format(52)}
+    (folder / "logs" / "rank-0.end.json").write_text(json.dumps(end))
+    summary = {"steps": 40, "epochs": 1, "weights_sha256": "abc", "versions": {"keras": "3.15.1"}}
+    (folder / "summary.json").write_text(json.dumps({**summary, "eval": {"loss": 9.0}, "ended": "done"}))
+    page = build_page([read_run(folder)])
+    assert "<td>60, of the last line of metrics</td>" in page
+    assert "<td>last eval</td><td>loss 1.5</td>" in page
+    assert "<td>versions</td><td>keras 3.15.1</td>" in page
+    assert "SHA-256 of the weights" not in page
 
 
 def test_curves_hold_the_values_of_the_metrics(tmp_path: Path) -> None:
