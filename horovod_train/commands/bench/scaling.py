@@ -196,7 +196,7 @@ def measure(config: Config, ranks: int, way: Way | None) -> Measured:
             launcher = [] if ranks == 1 else launch_command(way, ranks)
             return _measure_all([_start(config, Path(folder, "run"), launcher)])[0]
         one_rank_config = _config_of_one_rank(config, ranks)
-        environments = [{"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {} for number in range(ranks)]
+        environments = environments_apart(ranks, config.device.per_rank) if sees_gpu() else [{}] * ranks
         runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], env) for n, env in enumerate(environments)]
         measured = _measure_all(runs)
     return Measured(
@@ -204,6 +204,25 @@ def measure(config: Config, ranks: int, way: Way | None) -> Measured:
         {phase: statistics.fmean(each.shares[phase] for each in measured) for phase in measured[0].shares},
         max(each.first_step_s for each in measured),
     )
+
+
+def environments_apart(ranks: int, per_rank: int) -> list[dict[str, str]]:
+    """Return for each of so many runs the variable that leaves it GPUs of its own, of those that are visible here.
+
+    None of them where all are hidden. Raises UserError if there are too few.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        names = [str(number) for number in range(ranks * per_rank)]
+    else:
+        names = [name for name in re.split("[, ]+", visible) if name not in ("", "-1")]
+        if names and len(names) < ranks * per_rank:
+            raise UserError(
+                f"bench scaling: {ranks} ranks of {per_rank} take {ranks * per_rank} GPUs; CUDA_VISIBLE_DEVICES names "
+                f"{len(names)}: {visible}. Name more there, or give a lower --np."
+            )
+    apart = [names[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} if each else {} for each in apart]
 
 
 class _Run(NamedTuple):

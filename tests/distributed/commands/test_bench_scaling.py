@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, run_process
 
-from horovod_train.commands.bench.scaling import Measured, Point, measured_config, table
+from horovod_train.commands.bench.scaling import Measured, Point, environments_apart, measured_config, table
 from horovod_train.config.loader import dump, load
+from horovod_train.errors import UserError
 from horovod_train.main import main
 
 CONFIG = str(PROJECT / "configs" / "digits_convnet.yaml")
@@ -44,6 +45,33 @@ def test_what_a_run_does_besides_is_not_measured_and_not_in_its_way(tmp_path: Pa
     assert config.log.trackers == ()
     assert config.eval.every_epochs is None
     assert config.data.eval_fraction == 0.2  # the records of training are the same
+
+
+@pytest.mark.parametrize(
+    ("visible", "per_rank", "expected"),
+    [
+        (None, 1, ["0", "1"]),
+        (None, 2, ["0,1", "2,3"]),
+        ("3,GPU-ab,5", 1, ["3", "GPU-ab"]),
+        ("4,5,6,7", 2, ["4,5", "6,7"]),
+        ("", 1, [None, None]),
+        ("-1", 1, [None, None]),
+    ],
+)
+def test_runs_without_exchange_get_gpus_of_those_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, per_rank: int, expected: list[str | None]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = environments_apart(2, per_rank)
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in found] == expected
+
+
+def test_too_few_gpus_for_the_runs_without_exchange_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with pytest.raises(UserError, match="3 ranks of 1 take 3 GPUs; CUDA_VISIBLE_DEVICES names 2: 3,5"):
+        environments_apart(3, 1)
 
 
 @pytest.mark.long
