@@ -310,8 +310,12 @@ def _progress(look: Look) -> Iterator[RenderableType]:
     else:
         yield Text(text)
     if look.silent_s:
-        seconds = "" if look.silent_s == float("inf") else f" for {look.silent_s:.0f} s"
-        yield Text(f"no sign of life{seconds}", style="red")
+        yield Text(_silence(look.silent_s), style="red")
+
+
+def _silence(silent_s: float) -> str:
+    """Return the line about it; infinity: the process has gone."""
+    return "no sign of life" if silent_s == float("inf") else f"no sign of life for {silent_s:.0f} s"
 
 
 def _metrics(look: Look) -> Table:
@@ -369,7 +373,7 @@ def news(before: Look | None, now: Look) -> Iterator[str]:
         if state.ended and (old is None or not old.ended):
             yield f"rank {rank} ({state.about.host}): {state.ended}"
     if now.silent_s and not (before and before.silent_s):
-        yield f"no sign of life for {now.silent_s:.0f} s"
+        yield _silence(now.silent_s)
 
 
 def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:

@@ -152,9 +152,11 @@ def lose_lease(run: Run) -> None:
 def test_a_run_whose_process_has_gone_is_over(run: Run) -> None:
     run.train(10)
     follower = Follower(run.folder)
-    assert not follower.look().is_over
+    before = follower.look()
+    assert not before.is_over
     lose_lease(run)
     assert follower.look().is_over
+    assert [*news(before, follower.last)][-1] == "no sign of life"
     assert "no sign of life" in "\n".join(shown(follower))
 
 
