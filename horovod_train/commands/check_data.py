@@ -95,7 +95,9 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
         folders = [folder for path in arguments.paths for folder in record_folders(path, SOURCES)]
         return [Config(data=DataConfig(train=(folder,))) for folder in folders]
     config = load_from_arguments(arguments.config)
-    splits = [config.data.train, *([config.data.eval] if config.data.eval else [])]
+    splits = [config.data.train]
+    if config.data.eval and config.data.eval != config.data.paths("train"):  # equal with fold and eval_fraction
+        splits.append(config.data.eval)
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
 
 

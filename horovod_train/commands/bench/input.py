@@ -8,6 +8,7 @@ plan is compared with itself, reading from a store with that latency.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -55,7 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_from_arguments(arguments.config) if arguments.config else in_folder
     if config.data.parse:
         raise UserError("bench input: needs features; data.parse cannot be taken apart.")
-    records = open_records(config.data, "train")
+    # Of files as they are: what training leaves out or repeats concerns no reader.
+    data = dataclasses.replace(config.data, train=config.data.paths("train"), fold=None, eval_fraction=None)
+    config = dataclasses.replace(config, data=data)
+    records = open_records(data, "train")
     logs.load_tensorflow()
     _show(records, _measure(records, config, arguments), _starts(records, config, arguments.batch_size))
     return 0

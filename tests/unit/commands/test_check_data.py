@@ -122,6 +122,18 @@ def test_a_config_says_what_to_check(data: Path, tmp_path: Path, capsys: pytest.
     assert "12 records in 1 file or folder" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("part", ["fold=1/5", "eval_fraction=0.2"])
+def test_records_of_which_a_part_is_held_out_are_checked_once(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text(
+        f"data: {{train: {data}/train, eval: {data}/train, global_batch_size: 8}}\ntrain: {{epochs: 1}}\n"
+    )
+    assert run(check_data, "--config", config, f"data.{part}") == 0
+    assert capsys.readouterr().out.count("70 records in 3 files") == 1
+
+
 def test_what_to_check_must_be_said_once() -> None:
     with pytest.raises(UserError, match="give either the path of records or --config"):
         run(check_data)
@@ -154,6 +166,17 @@ def test_bench_input_compares_three_ways(data: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"CPU time per record: plan [\d,.]+ µs, shuffle\(10000\), whole batches parsed [\d,.]+ µs", out)
     assert "shuffle(10000), parsed one by one" in out
     assert "at 90 % of an epoch" in out
+
+
+def test_bench_input_reads_whole_files_of_a_config_that_parts_and_repeats_them(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "a.yaml"
+    train = f"train: [{{path: {data}/train, repeats: 2}}], eval_fraction: 0.2"
+    config.write_text(f"data: {{{train}, global_batch_size: 16}}\ntrain: {{epochs: 1}}\n")
+    turns = ("--rounds", 1, "--passes", 1, "--batch-size", 16)
+    assert run(bench, "input", "--config", config, *turns) == 0
+    assert "whole batches parsed" in capsys.readouterr().out
 
 
 def test_bench_input_shows_what_a_late_store_gives(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
