@@ -25,6 +25,8 @@ _STDLIB = sysconfig.get_path("stdlib")
 _PACKAGE = Path(__file__).parent.parent
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _USERS_FUNCTION = re.compile(r"([\w.]+):\w+")
+_NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?)(\d+)")
+"""With an exponent: YAML 1.1 reads it as text unless it has a point and the exponent a sign."""
 
 
 def load_function(name: str, where: str) -> Any:
@@ -134,6 +136,8 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
     """Call `function(**arguments, **spec.options)`; an unknown option is reported as the user's error."""
     if not callable(function):
         raise UserError(f"{where}: {spec.name} must be a function or a class; it is {type(function).__name__}.")
+    if where != "log.trackers":  # whose options are names
+        check_numbers(spec, where)
     try:
         inspect.signature(function).bind(**arguments, **spec.options)
     except TypeError as error:
@@ -151,6 +155,19 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         raise UserError(
             f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}{_advice(error)}"
         ) from error
+
+
+def check_numbers(spec: Spec, where: str) -> None:
+    """Raise UserError for an option that is meant as a number and was read as text. A user's function may want text."""
+    for name, value in spec.options.items() if ":" not in spec.name else ():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and (number := _NUMBER.fullmatch(text)):
+                digits, sign, power = number.groups()
+                written = f"{digits}{'' if '.' in digits else '.0'}e{sign or '+'}{power}"
+                raise UserError(
+                    f"{where}.options.{name}: expected a number; received {text!r}. YAML reads {text} as text: write "
+                    f"{written}."
+                )
 
 
 def _advice(error: BaseException) -> str:

@@ -125,10 +125,6 @@ def build_formula(config: LrScheduleConfig, horizon: Horizon) -> Formula:
     lr = scaled_lr(config, horizon.global_batch_size)
     where = "lr_schedule.decay"
     for name, value in config.decay.options.items():
-        if isinstance(value, str):
-            raise UserError(
-                f"{where}.options.{name}: expected a number; received {value!r}. YAML reads 1e-3 as text: write 1.0e-3."
-            )
         if name.endswith("epochs") and isinstance(value, int | float) and value <= 0:
             raise UserError(f"{where}.options.{name}: must be above 0; received {value}.")
     decay: Formula = call(

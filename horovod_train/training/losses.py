@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.loader import build
-from horovod_train.config.registry import call, choose_keras, find_keras, fold
+from horovod_train.config.registry import call, check_numbers, choose_keras, find_keras, fold
 from horovod_train.config.rules import PER_OUTPUT, class_weight_problem
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
@@ -168,6 +168,7 @@ def _build_one(spec: Spec, where: str) -> keras.losses.Loss:
     factory = OUR_LOSSES.get(spec.name) or choose_keras(keras.losses, keras.losses.Loss, spec.name, f"{where}.name")
     if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
         return call(factory, spec, where)
+    check_numbers(spec, where)
     try:
         inspect.signature(factory).bind(None, None, **spec.options)
     except TypeError as error:

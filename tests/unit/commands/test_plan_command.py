@@ -182,6 +182,14 @@ def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; did you mean Accuracy"),
         (["optimizer=sdg"], "optimizer.name: Keras has no 'sdg'; did you mean SGD"),
         (["optimizer.options={nesterof: true}"], "nesterof"),
+        (
+            ["optimizer.options={weight_decay: 1e-4}"],
+            "optimizer.options.weight_decay: expected a number; received '1e-4'",
+        ),
+        (
+            ["loss={name: smoothed_sparse_categorical_crossentropy, options: {label_smoothing: 1e-1}}"],
+            "loss.options.label_smoothing: expected a number; received '1e-1'. YAML reads 1e-1 as text: write 1.0e-1.",
+        ),
         (["loss=no_such_package.losses:mine"], "loss.name: cannot import 'no_such_package.losses:mine'"),
         (["hooks=user_hooks:nota"], "hooks[0]: user_hooks has no 'nota'; did you mean note"),
         (["loss=user_models:mine"], "loss.name: user_models has no 'mine'; did you mean"),

@@ -113,6 +113,20 @@ def test_any_keras_optimizer_by_name(name: str) -> None:
     assert type(optimizer).__name__.lower() == name.replace("_", "").lower()
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"epsilon": "1e-7"}, "epsilon: expected a number; received '1e-7'. YAML reads 1e-7 as text: write 1.0e-7."),
+        ({"weight_decay": "1.5E3"}, "received '1.5E3'. YAML reads 1.5E3 as text: write 1.5e+3."),
+        ({"beta_1": [0.9, "-9e-1"]}, "received '-9e-1'. YAML reads -9e-1 as text: write -9.0e-1."),
+    ],
+)
+def test_a_number_that_yaml_reads_as_text_is_refused_with_how_to_write_it(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.options\.") as error:
+        build_optimizer(Config(optimizer=OptimizerSpec("adam", options)), HORIZON)
+    assert str(error.value).endswith(said)
+
+
 def test_clip_norm_reaches_the_optimizer_and_is_refused_twice() -> None:
     config = Config(train=TrainConfig(clip_norm=0.5))
     assert build_optimizer(config, HORIZON).global_clipnorm == 0.5
