@@ -30,7 +30,7 @@ from horovod_train.errors import UserError, one_line
 from horovod_train.inference.predictions import RecordNames, Specs, open_predictions
 from horovod_train.models import build_model
 from horovod_train.output.rank_log import RankLog
-from horovod_train.training.build import build_evaluation, build_split
+from horovod_train.training.build import add_l2, build_evaluation, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.initial_state import finalize
@@ -47,7 +47,7 @@ _MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model on the ranks of a group. checkpoint: its folder; step, epoch: when it was saved."""
+    """A trained model on the ranks of a group. checkpoint: its folder; step, epoch, records: when it was saved."""
 
     group: WorkerGroup
     model: keras.Model
@@ -55,6 +55,7 @@ class Trained:
     checkpoint: str
     step: int
     epoch: int
+    records: int
 
 
 def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, float | int | str] | None:
@@ -67,6 +68,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         records = open_on_all_ranks(config.data, ["eval"], group)["eval"]
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
+            _add_penalties(config, trained)
             compiled = compile_model(config, trained.model, None)
             step = build_evaluation(config, group, compiled, pipeline)
         group.heartbeat.set_probe(step.counter)
@@ -77,6 +79,14 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
             about["skipped_records"] = skipped
         is_root = group.is_root
     return {**values, **about, "weights": trained.weights, "checkpoint": trained.checkpoint} if is_root else None
+
+
+def _add_penalties(config: Config, trained: Trained) -> None:
+    """Make the model's loss that of the run: Keras adds up the penalties of those weights that are trained."""
+    add_l2(trained.model, config.train.l2)
+    # The run evaluates at the end of an epoch before it trains the weights that are due then.
+    epoch = trained.epoch if trained.records else trained.epoch - 1
+    Freezing(trained.model, config.model).apply(epoch)
 
 
 def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[str], out: str) -> int:
@@ -123,10 +133,11 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     with RunEnd(group, no_log, open_watchdog(group, no_log, config.watch)) as run_end:
         model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
-            about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
+            about: tuple[Weights, str, int, int, int] = (weights, "", 0, 0, 0)
             if group.is_root:
                 saved = open_checkpoint(checkpoint, "--checkpoint")
-                about = (load_weights(model, saved, weights), str(saved.folder), saved.facts.step, saved.facts.epoch)
+                loaded, facts = load_weights(model, saved, weights), saved.facts
+                about = (loaded, str(saved.folder), facts.step, facts.epoch, facts.records)
         group.broadcast(model.weights)
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()

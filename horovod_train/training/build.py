@@ -299,7 +299,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     shares = _take_on_losses(model, Shares(group))
     if not compiled.own:
         make_metrics(model, train.scaled_spec, rows.data_of)
-    penalties = _add_l2(model, config.train.l2)
+    penalties = add_l2(model, config.train.l2)
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
     _check_l2_is_read(penalties, compiled)
@@ -496,7 +496,7 @@ def _take_on_losses(model: keras.Model, shares: Shares) -> Shares:
     return shares
 
 
-def _add_l2(model: keras.Model, l2: float) -> list[_Sum]:
+def add_l2(model: keras.Model, l2: float) -> list[_Sum]:
     """Add l2 · ½ Σ W² to the regularizer of each trained matrix, and return those; ½ Σ W² is tf.nn.l2_loss."""
     penalties = []
     for variable in model.trainable_variables if l2 else ():

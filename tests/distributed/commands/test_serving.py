@@ -24,7 +24,7 @@ loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
 metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
 optimizer: adam
 lr_schedule: {{base_lr: 0.01}}
-train: {{epochs: 3, ema_decay: 0.8}}
+train: {{epochs: 3, ema_decay: 0.8, l2: 0.01}}
 checkpoint: {{keep: 9, best: {{metric: accuracy, mode: max}}}}
 log: {{tensorboard: false}}
 """
