@@ -94,9 +94,11 @@ def stop_profile(run: Run, step: int) -> None:
 
 
 def unfreeze(run: Run, step: int) -> None:
-    """Unfreeze what is due at the end of this epoch, and compile the training step again."""
+    """Unfreeze what is due at the end of this epoch, and compile the steps again."""
     epoch = int(run.state.epoch)
     run.parts.freezing.apply(epoch)
     run.parts.train_step.retrace()
+    if run.parts.eval_step:
+        run.parts.eval_step.retrace()
     names = run.parts.freezing.unfrozen_at(epoch)
     log.info(f"after epoch {epoch}: {len(names)} more weights are trained: {listed(names)}")

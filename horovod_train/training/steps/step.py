@@ -394,8 +394,12 @@ class EvalStep:
         self.model, self.rows, self.shares, self.metrics = model, rows, shares, figures
         self.counter = BatchCounter()
         self._rows_per_batch = 0
-        self._runs: dict[Any, Any] = {}
+        self.retrace()
         self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
+
+    def retrace(self) -> None:
+        """Compile the step when it runs next: a loss has the penalties of the weights that are trained then."""
+        self._runs: dict[Any, Any] = {}
 
     def run(self, batches: Batches, steps: int, size: StepSize) -> None:
         """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""

@@ -19,7 +19,7 @@ from horovod_train.tfrecord_framing import frame
 CONFIG = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
 precision: mixed_bfloat16
-model: user_models:served
+model: {{name: user_models:served, freeze: [dense], unfreeze: {{1: [dense]}}}}
 loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
 metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
 optimizer: adam
