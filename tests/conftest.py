@@ -15,7 +15,10 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,11 +132,43 @@ def run_process(
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        for started in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            started.kill()
+        kill_all(process)
         stdout, stderr = process.communicate()
         pytest.fail(f"{' '.join(command)}: not done after {timeout_s} s\n{stdout[-3000:]}\n{stderr[-3000:]}")
     return Finished(process.returncode, stdout, stderr)
+
+
+@contextmanager
+def started(
+    command: Sequence[str], *, cwd: Path = PROJECT, environment: Mapping[str, str] | None = None, **streams: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A process to look at while it runs. At its limit, and at the end of the block, it and its children are killed."""
+    process = subprocess.Popen(
+        list(command), cwd=cwd, env=dict(environment or rank_environment()), text=True, **streams
+    )
+    limit = threading.Timer(HANGS_AFTER_S, kill_all, [process])
+    limit.start()
+    try:
+        yield process
+    finally:
+        limit.cancel()
+        kill_all(process)
+        process.wait()
+
+
+def kill_all(process: subprocess.Popen[Any]) -> None:
+    """Kill a process, and what it has started."""
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    limit = time.monotonic() + HANGS_AFTER_S
+    while not condition():
+        assert time.monotonic() < limit, f"not so within {HANGS_AFTER_S} s"
+        time.sleep(0.002)
 
 
 def train(

@@ -1,4 +1,4 @@
-"""Models with steps of their own as a user would keep them: a VAE, a WGAN with gradient penalty, and contrastive ones.
+"""Models with steps of their own as a user would keep them: a WGAN with gradient penalty, and a contrastive one.
 
 Their noise comes with the records, so that one process and several ranks draw the same. `fit` trains them too.
 """
@@ -25,7 +25,6 @@ def arrays(records: int, seed: int = 0) -> dict[str, np.ndarray]:
         "noise": rng.normal(size=(records, CRITIC_STEPS + 1, LATENT)).astype(np.float32),
         "mix": rng.uniform(size=(records, CRITIC_STEPS)).astype(np.float32),
         "views": rng.normal(size=(records, 2, PIXELS)).astype(np.float32),
-        "importance": rng.uniform(0.5, 2.0, size=records).astype(np.float32),
     }
 
 
@@ -36,64 +35,6 @@ def mean(values: Any, sample_weight: Any) -> Any:
 
 def _inputs(**shapes: tuple[int, ...]) -> dict[str, Any]:
     return {name: keras.Input(shape, name=name) for name, shape in shapes.items()}
-
-
-class Vae(keras.Model):
-    """One optimizer, trackers, and a test_step. draws: take the noise from a generator of the model's."""
-
-    def __init__(self, draws: bool = False) -> None:
-        super().__init__()
-        self.hidden, self.encoded = layers.Dense(16, "tanh"), layers.Dense(2 * LATENT)
-        self.decoded = keras.Sequential([keras.Input((LATENT,)), layers.Dense(16, "tanh"), layers.Dense(PIXELS)])
-        self.draws, self.seed_generator = draws, keras.random.SeedGenerator(3)
-        self.total, self.kl = keras.metrics.Mean(name="total"), keras.metrics.Mean(name="kl_loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.total, self.kl]
-
-    def call(self, x: Any) -> Any:
-        centre, log_variance = ops.split(self.encoded(self.hidden(x["image"])), 2, axis=-1)
-        noise = x["noise"][:, 0]
-        if self.draws:
-            noise = keras.random.normal(ops.shape(centre), seed=self.seed_generator)
-        z = centre + ops.exp(0.5 * log_variance) * noise
-        return {"image": self.decoded(z), "centre": centre, "log_variance": log_variance}
-
-    def losses_of(self, x: Any) -> tuple[Any, Any]:
-        found = self(x)
-        reconstruction = ops.sum(ops.square(found["image"] - x["image"]), axis=-1)
-        spread = found["log_variance"]
-        kl = -0.5 * ops.sum(1 + spread - ops.square(found["centre"]) - ops.exp(spread), axis=-1)
-        return reconstruction, kl
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            reconstruction, kl = self.losses_of(x)
-            loss = mean(reconstruction + kl, weight)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        self.total.update_state(reconstruction + kl, sample_weight=weight)
-        self.kl.update_state(kl, sample_weight=weight)
-        return {
-            "loss": self.total.result(),
-            "kl_loss": self.kl.result(),
-            "reconstruction": mean(reconstruction, weight),
-        }
-
-    def test_step(self, data: Any) -> dict[str, Any]:
-        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
-        reconstruction, kl = self.losses_of(x)
-        self.total.update_state(reconstruction + kl, sample_weight=weight)
-        return {"loss": self.total.result(), "reconstruction": mean(reconstruction, weight)}
-
-
-def vae(draws: bool = False) -> keras.Model:
-    model = Vae(draws)
-    model(_inputs(image=(PIXELS,), noise=(CRITIC_STEPS + 1, LATENT)))
-    model.compile(keras.optimizers.Adam(0.01))
-    return model
 
 
 class Wgan(keras.Model):
@@ -150,10 +91,11 @@ def _zero_once(steps: Any) -> Any:
     return ops.where(ops.logical_and(ops.equal(steps, 1), hvd.rank() == hvd.size() - 1), 0.0, 1.0)
 
 
-def wgan(spoils: bool = False) -> keras.Model:
+def wgan(spoils: bool = False, rates: tuple[float, float] = (0.003, 0.003)) -> keras.Model:
+    """rates: of the critic and of the generator."""
     model = Wgan(spoils)
     model(_inputs(image=(PIXELS,), noise=(CRITIC_STEPS + 1, LATENT), mix=(CRITIC_STEPS,)))
-    model.compile(keras.optimizers.Adam(0.003, beta_1=0.5), keras.optimizers.RMSprop(0.003))
+    model.compile(keras.optimizers.Adam(rates[0], beta_1=0.5), keras.optimizers.RMSprop(rates[1]))
     return model
 
 
@@ -191,31 +133,4 @@ def contrastive(gathers: bool = True) -> keras.Model:
     model = Contrastive(gathers)
     model(_inputs(image=(PIXELS,), views=(2, PIXELS)))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
-    return model
-
-
-class Pairs(keras.Model):
-    """Each view predicts the other of the same image: a compute_loss, whose step is Keras' own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = keras.Sequential([keras.Input((PIXELS,)), layers.Dense(16, "tanh"), layers.Dense(4)])
-        self.predict_other = layers.Dense(4)
-
-    def call(self, x: Any) -> Any:
-        encoded = [self.encode(x["image"] + 0.3 * x["views"][:, view]) for view in range(2)]
-        return ops.stack([self.predict_other(encoded[0]), ops.stop_gradient(encoded[1])], axis=1)
-
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
-        return mean(ops.sum(ops.square(y_pred[:, 0] - y_pred[:, 1]), axis=-1), sample_weight)
-
-
-def pairs(compiled: bool = False) -> keras.Model:
-    """Not compiled: the config's optimizer."""
-    model = Pairs()
-    model(_inputs(image=(PIXELS,), views=(2, PIXELS)))
-    if compiled:
-        model.compile(keras.optimizers.Adam(0.01))
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,16 @@ CHECKS = [
 ]  # fmt: skip
 
 
-Visit = tuple[str, Finished, list[dict[str, Any]], float]
+Visit = tuple[str, Finished, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module", params=["mpirun", pytest.param("horovodrun", marks=pytest.mark.long)])
 def visit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Visit:
-    """Launcher, what was shown, the findings, and the seconds of computing that it took, at np=2."""
+    """Launcher, what was shown and the findings, at np=2."""
     out = tmp_path_factory.mktemp("doctor") / "found.json"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     finished = train(["doctor", "--json", out, "--dir", out.parent], launcher=request.param, np=2, fresh=True)
     assert finished.returncode == 0, finished.text
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return request.param, finished, json.loads(out.read_text())["checks"], cpu_s
+    return request.param, finished, json.loads(out.read_text())["checks"]
 
 
 def by_name(checks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -37,7 +33,7 @@ def by_name(checks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_check_gives_one_line_and_nothing_fails(visit: Visit) -> None:
-    _, finished, checks, _ = visit
+    _, finished, checks = visit
     assert [check["name"] for check in checks] == CHECKS
     assert {check["level"] for check in checks} <= {"ok", "warning"}
     for check in checks:
@@ -48,7 +44,7 @@ def test_every_check_gives_one_line_and_nothing_fails(visit: Visit) -> None:
 
 
 def test_what_the_ranks_use_is_told(visit: Visit) -> None:
-    launcher, _, checks, _ = visit
+    launcher, _, checks = visit
     found = by_name(checks)
     exchange = {"horovodrun": "gloo", "mpirun": "MPI"}[launcher]
     assert found["horovod"]["facts"]["exchange"] == found["horovod"]["facts"]["controller"] == exchange
@@ -61,23 +57,13 @@ def test_what_the_ranks_use_is_told(visit: Visit) -> None:
 
 
 def test_speed_is_measured_beside_mpi_where_mpi_runs(visit: Visit) -> None:
-    launcher, _, checks, _ = visit
+    launcher, _, checks = visit
     rows = by_name(checks)["exchange speed"]["facts"]["allreduce"]
     assert [row["bytes"] for row in rows] == [4, 4096, 65536, 1 << 20, 16 << 20]
     for row in rows:
         assert row["seconds"] > 0
         assert (row["mpi_s"] is not None) == (launcher == "mpirun")
     assert rows[-1]["gb_per_s"] > rows[0]["gb_per_s"]
-
-
-def test_two_ranks_are_examined_within_seconds(visit: Visit) -> None:
-    """Two idle cores need 6 over MPI and 8 under horovodrun.
-
-    What else the machine does must not count, so it is the seconds of computing that are bounded, of launcher and
-    ranks together: 8 and 11 there, and several times as many where ranks wait, computing, for cores that others have.
-    """
-    _, _, _, cpu_s = visit
-    assert cpu_s < 60
 
 
 def test_alone_it_examines_the_machine() -> None:

@@ -19,6 +19,7 @@ from conftest import (
     launcher_command,
     rank_environment,
     run_process,
+    started,
     summary_of,
     without_tensorflow,
 )
@@ -72,6 +73,13 @@ def is_past(out: Path, step: int) -> bool:
     return any(saved >= step for saved in steps_in(out / CHECKPOINTS))
 
 
+def assert_they_end(ranks: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
 def process_of(out: Path, rank: int) -> psutil.Process:
     log = (out / "logs" / f"rank-{rank}.log").read_text()
     return psutil.Process(int(re.findall(r", process (\d+) on ", log)[-1]))
@@ -83,10 +91,10 @@ def test_a_rank_that_is_killed_costs_no_bit_of_the_result(
 ) -> None:
     out = tmp_path / "run"
     command = launch_command(way, config, out)
-    process = subprocess.Popen(command, cwd=PROJECT, env=rank_environment(), stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: is_past(out, 80), process)
-    process_of(out, rank).kill()
-    _, errors = process.communicate(timeout=HANGS_AFTER_S)
+    with started(command, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: is_past(out, 80), process)
+        process_of(out, rank).kill()
+        _, errors = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0, errors
     assert re.search(rf"launch: {'rank 1' if way == 'gloo' else 'a rank'} was killed by SIGKILL, after \d+ s\n", errors)
     assert re.search(r"launch: start 2 of at most 11: 2 rank\(s\); newest checkpoint: step \d+0\n", errors)
@@ -109,13 +117,11 @@ def test_a_launcher_that_is_killed_leaves_a_saved_run(
 ) -> None:
     out = tmp_path / "run"
     command = start_command(start, config, out)
-    process = subprocess.Popen(command, cwd=PROJECT, env=rank_environment(), stderr=subprocess.DEVNULL, text=True)
-    wait_until(lambda: is_past(out, 40), process)
-    ranks = [process_of(out, rank) for rank in (0, 1)]
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
-    assert not alive
+    with started(command, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: is_past(out, 40), process)
+        ranks = [process_of(out, rank) for rank in (0, 1)]
+        process.kill()
+    assert_they_end(ranks)
     assert json.loads((out / "logs" / "rank-0.end.json").read_text())["exit_code"] == 75
     assert ("the launcher of this rank has ended" in (out / "logs" / "rank-0.log").read_text()) == (start == "srun")
     finished = run_process(command)
@@ -141,17 +147,11 @@ def test_a_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
     command = [*launcher_command("srun", 2), sys.executable, str(script)]
-    process = subprocess.Popen(
-        command, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
-    for rank in alive:
-        rank.kill()
-    assert not alive
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        process.kill()
+    assert_they_end(ranks)
 
 
 def free_port() -> int:

@@ -23,6 +23,7 @@ import pytest
 from conftest import (
     HANGS_AFTER_S,
     PROJECT,
+    kill_all,
     launcher_command,
     metrics_of,
     rank_environment,
@@ -62,6 +63,7 @@ class Job:
     def __init__(self, launcher: str, np: int, words: list[str], log: Path) -> None:
         command = [*launcher_command(launcher, np), *warm_python(), "-m", "horovod_train.main", *words]
         self.log, self._file, self._np = log, log.open("w"), np
+        JOBS.append(self)
         self._logs = Path(words[words.index("--output-dir") + 1]) / "logs"
         environment = rank_environment() | {"PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
@@ -95,9 +97,19 @@ class Job:
             self._file.close()
 
     def end(self) -> None:
-        for process in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
-            process.kill()
+        kill_all(self.process)
         self.process.wait()
+
+
+JOBS: list[Job] = []
+
+
+@pytest.fixture(autouse=True)
+def end_of_jobs() -> Iterator[None]:
+    """Where a test fails, a job may still go on."""
+    yield
+    while JOBS:
+        JOBS.pop().end()
 
 
 def undisturbed(config: Path, run_dir: Path, np: int, *words: str, steps: int) -> str:
@@ -115,13 +127,13 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     config: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     """One run, stopped at these moments, and each time started again."""
-    np, run_dir = int(os.environ.get("NP", "2")), tmp_path / "stopped"
+    run_dir, rng = tmp_path / "stopped", random.Random(len(names))
     marker = tmp_path / "evaluating"
     seconds = 0.1 if "evaluation" in names else 0
     slow = f"model={{name: user_models:long_run, options: {{marker: {marker}, seconds: {seconds}}}}}"
     common = [slow, "deterministic=true", "train.epochs=8", "eval.every_steps=60", "checkpoint.every_steps=10"]
     common += ["hooks=[user_hooks:hold_saves_from_60]"]
-    expected = undisturbed(config, tmp_path / "whole", np, *common, steps=120)
+    expected = undisturbed(config, tmp_path / "whole", 2, *common, steps=120)
 
     root_log = run_dir / "logs" / "rank-0.log"
 
@@ -142,14 +154,14 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
         if name == "save":
             run_dir.mkdir(exist_ok=True)
             (run_dir / "hold").touch()
-        job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *common], log)
+        job = Job("mpirun", 2, ["--config", str(config), "--output-dir", str(run_dir), *common], log)
         job.wait_until(moment(job), name)
-        random.choice(job.ranks()).send_signal(signal.SIGTERM)
+        rng.choice(job.ranks()).send_signal(signal.SIGTERM)
         (run_dir / "hold").unlink(missing_ok=True)
         assert job.wait() == 75, log.read_text()
         assert "(SIGTERM); saved; to resume, start it again" in log.read_text()
         assert summary_of(run_dir)["ended"] == "SIGTERM"
-    finished = train(["--config", config, "--output-dir", run_dir, *common], launcher="mpirun", np=np)
+    finished = train(["--config", config, "--output-dir", run_dir, *common], launcher="mpirun", np=2)
     assert finished.returncode == 0, finished.text
     assert summary_of(run_dir)["weights_sha256"] == expected
     assert [row["step"] for row in metrics_of(run_dir, "eval")] == [60, 120]

@@ -7,7 +7,6 @@ tests/unit/distributed/.
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -20,11 +19,9 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, launcher_command, rank_environment, summary_of, train
 from strangers import Siege
-
-from horovod_train.distributed.launch.rendezvous import candidate_ports
+from test_misstarts import job_with_free_ports
 
 MESSAGES, IDLE = 10_000, 500
-JOB = str(os.getpid())  # whose ports are others in each run of the tests
 CONFIG = """
 data: {{train: {data}/train, global_batch_size: 96}}
 model: image_mlp
@@ -63,14 +60,11 @@ def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path,
     """Both servers of ours are up, one until the ranks have met, one from then on."""
     config, run_dir = tmp_path / "config.yaml", tmp_path / "besieged"
     config.write_text(CONFIG.format(data=digits, steps=10_000_000))
-    environment = rank_environment() | {"SLURM_JOB_ID": JOB, "HOROVOD_TRAIN_TOKEN": "a secret of these ranks"}
+    job, port, _ = job_with_free_ports()
+    environment = rank_environment() | {"SLURM_JOB_ID": job, "HOROVOD_TRAIN_TOKEN": "a secret of these ranks"}
     program = [sys.executable, "-m", "horovod_train.main", "--config", str(config), "--output-dir", str(run_dir)]
     as_srun = launcher_command("srun", 2)[:-1]
-    if way == "srun":
-        port = candidate_ports(f"{JOB}.0.0")[0]
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            port = int(listening.getsockname()[1])
+    if way == "torchrun":
         environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with ExitStack() as stack:
 

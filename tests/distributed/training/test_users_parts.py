@@ -107,7 +107,9 @@ def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -
 def test_hooks_of_the_docs_add_their_figures(learned: Callable[[str], Path]) -> None:
     rows = metrics_of(learned("homes"), "norms")
     assert [row["step"] for row in rows] == [8, 16, 24, 32, 40]  # once, though both ranks call the hook
-    assert all(value > 0 for row in rows for name, value in row.items() if name.endswith("kernel"))
+    kernels = [value for row in rows for name, value in row.items() if name.endswith("kernel")]
+    assert kernels
+    assert min(kernels) > 0
 
 
 def test_several_outputs_are_predicted_by_name(documented: Path, learned: Callable[[str], Path]) -> None:

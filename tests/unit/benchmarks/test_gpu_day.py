@@ -156,6 +156,8 @@ def test_all_steps_run_on_cpus(tmp_path: Path) -> None:
     assert found["resume"]["found"]["saved"]
     assert len(set(found["resume"]["found"]["weights_sha256"])) == 1
     assert found["two_ranks"]["found"]["outcome"] == "working"
-    assert all(step["found"]["images_per_s"] > 0 for name, step in found.items() if name.startswith("resnet"))
+    speeds = [step["found"]["images_per_s"] for name, step in found.items() if name.startswith("resnet")]
+    assert speeds
+    assert min(speeds) > 0
     assert [len(found[name]["found"]["runs"]) for name in ("save_100mb", "save_2gb")] == [2, 2]
     assert found["profile"]["found"]["ops"]

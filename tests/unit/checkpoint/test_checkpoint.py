@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import HANGS_AFTER_S
 
 from horovod_train.checkpoint import manifest, tensors
 from horovod_train.checkpoint.layout import most_at_once, origin
@@ -671,7 +672,9 @@ def kill_savers(directory: Path, *, rounds: int, careless: bool = False) -> Iter
         before = whole.stat().st_size
         saver = processes.Process(target=save_forever, args=(directory, careless), daemon=True)
         saver.start()
+        limit = time.monotonic() + HANGS_AFTER_S
         while whole.stat().st_size == before and saver.is_alive():
+            assert time.monotonic() < limit
             time.sleep(0.002)
         assert saver.is_alive()
         time.sleep(draw.uniform(0, 0.1))

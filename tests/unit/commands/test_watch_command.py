@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROJECT, run_process, without_tensorflow
+from conftest import run_process, started, without_tensorflow
 
 from horovod_train.commands import watch
 from horovod_train.commands.cli import open_screen
@@ -210,14 +210,8 @@ def test_what_says_in_a_log_that_a_rank_has_ended_comes_after_the_file_that_says
 @contextmanager
 def watching(run_dir: Path, terminal: int | None = None) -> Iterator[subprocess.Popen[str]]:
     words = [sys.executable, "-m", "horovod_train.main", "watch", str(run_dir), "--every", "0.1"]
-    process = subprocess.Popen(
-        words, cwd=PROJECT, stdout=subprocess.PIPE if terminal is None else terminal, text=True, env=os.environ
-    )
-    try:
+    with started(words, stdout=subprocess.PIPE if terminal is None else terminal, environment=os.environ) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_lines_come_while_it_trains_until_it_ends(run: Run) -> None:

@@ -131,7 +131,7 @@ def test_a_step_has_as_many_records_as_its_size_says(images: Path, size: int, dr
         assert made.size_of(0) is made.size_of(0)
     assert by_rank == [by_rank[0]] * size
     is_even = 16 % size == 0
-    assert by_rank[0] == [is_even] * 4 + [] if drop_remainder else [is_even] * 4 + [False]
+    assert by_rank[0] == [is_even] * 4 + ([] if drop_remainder else [False])
 
 
 def test_a_call_ends_where_the_size_of_steps_changes(images: Path) -> None:

@@ -177,10 +177,13 @@ def test_what_a_rank_sets_and_deletes_is_set_and_deleted_on_root(server: StepSer
 
 def test_without_root_a_relay_takes_no_value(server: StepServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's client asks again after an answer that is missing; one that says 200 would lose the value."""
-    with serving(Relay("127.0.0.1:9/key", 9, STEP.name, 2)) as relay:
-        with pytest.raises((http.client.HTTPException, ConnectionError)):
-            ask(relay, "PUT", f"/{relay.key}/global/0", b"address")
-        assert get(relay, "0") is None
+    with socket.socket() as taken:  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with serving(Relay(f"127.0.0.1:{port}/key", port, STEP.name, 2)) as relay:
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                ask(relay, "PUT", f"/{relay.key}/global/0", b"address")
+            assert get(relay, "0") is None
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])

@@ -54,6 +54,23 @@ def wait_for(condition: Any, timeout_s: float = 300) -> bool:
     return bool(condition())
 
 
+@pytest.fixture
+def looks_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Wait until a holder has tried to refresh its lease, and has done what follows."""
+    check, tries = FileLease._check, list[bool]()
+
+    def noted(held: FileLease, *, refresh: bool) -> None:
+        tries.append(refresh)
+        check(held, refresh=refresh)
+
+    def waits() -> bool:
+        before = sum(tries)
+        return wait_for(lambda: sum(tries) >= before + 2)
+
+    monkeypatch.setattr(FileLease, "_check", noted)
+    return waits
+
+
 def is_refreshed(path: Path) -> bool:
     """Wait until the holder refreshes its lease."""
     first = path.stat().st_mtime_ns
@@ -336,14 +353,16 @@ def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path, 
         held.close()
 
 
-def test_a_lease_that_vanished_is_made_anew_and_a_vanished_folder_is_not_a_loss(tmp_path: Path) -> None:
+def test_a_lease_that_vanished_is_made_anew_and_a_vanished_folder_is_not_a_loss(
+    tmp_path: Path, looks_again: Callable[[], bool]
+) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     held = open_lease(directory, refresh_s=0.05, stale_s=600)
     (directory / "lease.json").unlink()
     assert wait_for((directory / "lease.json").exists)
     directory.rename(tmp_path / "gone")  # in one step: the holder may write its lease again while the folder is emptied
-    time.sleep(0.2)
+    assert looks_again()
     assert held.is_ours()
     assert held.lost is None
     assert not directory.exists()
@@ -378,13 +397,13 @@ def fill(disk: Path) -> None:
         others.write(b"x" * free)
 
 
-def test_a_full_or_read_only_disk_takes_no_lease_away(full_disk: Path) -> None:
+def test_a_full_or_read_only_disk_takes_no_lease_away(full_disk: Path, looks_again: Callable[[], bool]) -> None:
     held = open_lease(full_disk, refresh_s=0.05)
     fill(full_disk)
     assert is_refreshed(full_disk / "lease.json")  # needs no room
     remount: list[Any] = ["mount", "-o", "remount,ro", full_disk]
     assert wait_for(lambda: subprocess.run(remount, check=False).returncode == 0)  # not while the holder has it open
-    time.sleep(0.2)
+    assert looks_again()
     assert held.is_ours()
     subprocess.run(["mount", "-o", "remount,rw", full_disk], check=True)
     assert is_refreshed(full_disk / "lease.json")

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import wait_until
 from user_trackers import Noted
 
 from horovod_train.config.loader import as_dict, load
@@ -253,8 +254,7 @@ def test_a_tracker_that_is_gone_is_said_once_and_its_rows_are_counted(tmp_path: 
     tracker = Kept()
     trackers = started(tracker, tmp_path)
     write(trackers, 1)
-    while not tracker.rows:
-        tracker.has_tried.wait(60)
+    wait_until(lambda: tracker.rows)
     tracker.fails = ConnectionError("refused")
     write(trackers, 2, 3)
     for _ in range(3):
