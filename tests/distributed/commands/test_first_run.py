@@ -97,8 +97,3 @@ def test_a_built_in_config_is_found_by_its_name(
     text = Path(first_run.CONFIG).read_text().replace("runs/digits_convnet", "runs/mine")
     (tmp_path / "digits_convnet").write_text(text)
     assert "output_dir: runs/mine" in printed(capsys, "--config", "digits_convnet")
-
-
-def test_a_config_without_the_option_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mine.yaml"]) == 2
-    assert "argument 'mine.yaml': expected section.key=value, or --config before" in capsys.readouterr().err

@@ -178,7 +178,6 @@ BAD = {
         "expected a name that ends in .npz or .csv",
     ),
     "no such folder": (["predict", "{run}", "--out", "{here}/no/x.npz"], "{here}/no is not a folder"),
-    "not ours": (["export", "{run}", "--out", "{here}"], "is not a SavedModel, and stays as it is"),
     "exists": (["export", "{run}", "--out", "{saved}"], "exists already. Give another name, or --force"),
 }
 

@@ -24,6 +24,7 @@ log: {{tensorboard: false}}
 
 
 def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_path: Path) -> None:
+    """Keras numbers names by process, and the names of variables in checkpoints are Keras'."""
     (tmp_path / "config.yaml").write_text(BASE.format(data=digits))
     program = str(PROGRAMS / "trained_twice.py")
     finished = run_process([*warm_python(), program, str(tmp_path), str(tmp_path / "config.yaml")])
@@ -34,6 +35,7 @@ def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_
     assert first["weights"] != second["weights"]
     assert "resumed from" in finished.stdout
     assert found["left"] == []
+    assert found["evaluated"] == 0, finished.text
 
 
 @pytest.mark.long

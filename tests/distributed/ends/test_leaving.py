@@ -267,15 +267,6 @@ def test_nan_on_one_rank_stops_all_at_the_same_step(config: Path, tmp_path: Path
     assert "Traceback" not in finished.stderr
 
 
-@pytest.mark.long  # see test_diverging and test_precision
-def test_a_nan_can_be_skipped_on_all_ranks_alike(config: Path, tmp_path: Path) -> None:
-    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: nan}}"
-    words = ["--config", config, "--output-dir", tmp_path / "run", model, "train.epochs=2", "train.non_finite=skip"]
-    finished = train(words, launcher="mpirun", np=2)
-    assert finished.returncode == 0, finished.text
-    assert metrics_of(tmp_path / "run", "train")[-1]["skipped_updates"] == 1
-
-
 def test_a_weight_changed_on_one_rank_is_named(config: Path, tmp_path: Path) -> None:
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: tamper}}"
     words = ["--config", config, "--output-dir", tmp_path / "run", model, "train.epochs=2"]

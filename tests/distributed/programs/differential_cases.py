@@ -90,8 +90,6 @@ class Case:
     """The numbers of ranks on which it must end where `fit` does; on others ranks are equal to each other only."""
     refused: str = ""
     """Words of the message, if it is refused."""
-    long: bool = False
-    """Whether it is one more of a kind."""
 
 
 def dense(
@@ -290,7 +288,7 @@ CASES: dict[str, Case] = {
     "metric that ignores weights": Case(dense(metrics=lambda: [OwnMetric(name="own")]), weighted=True),
     "metric that returns a dict": Case(dense(metrics=lambda: [OwnMetric(gives="dict", name="own")])),
     "Dice": Case(maps(losses.Dice), "images", equal_on=(1,)),
-    "Tversky": Case(maps(losses.Tversky), "images", equal_on=(1,), long=True),
+    "Tversky": Case(maps(losses.Tversky), "images", equal_on=(1,)),
     "maps": Case(maps("binary_crossentropy", [keras.metrics.AUC(), "accuracy"]), "images"),
     "class weights": Case(
         dense("sparse_categorical_crossentropy", 3, "softmax", weighted_metrics=lambda: ["accuracy"]),
@@ -355,7 +353,7 @@ CASES: dict[str, Case] = {
     "VQ-VAE": Case(lambda: Codebook.made(), "alone", equal_on=(1,)),
     "endpoint layer": Case(lambda: Endpoint.made(), "inputs"),
     "BYOL": Case(lambda: Byol.made(), "alone", **BY_BATCH),
-    "batch normalised by hand": Case(lambda: Normaliser.made(), equal_on=(1,), long=True),
+    "batch normalised by hand": Case(lambda: Normaliser.made(), equal_on=(1,)),
 }
 
 
@@ -371,9 +369,7 @@ def _optimizer_cases() -> dict[str, Case]:
 
     # Lion takes the sign of an average, so that a last bit of a gradient near 0 may move a weight by twice the rate.
     return {
-        f"optimizer {name}": Case(
-            dense(optimizer=optimizer(name)), weights_within=1e-2 if name == "Lion" else 1e-5, long=name != "AdamW"
-        )
+        f"optimizer {name}": Case(dense(optimizer=optimizer(name)), weights_within=1e-2 if name == "Lion" else 1e-5)
         for name in found
     }
 

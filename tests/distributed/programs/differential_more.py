@@ -424,45 +424,42 @@ MORE: dict[str, Case] = {
         dense(outputs=3, metrics=lambda: [Largest(), ByColumn()]), "values", True, **ROUNDED
     ),
     "metric over an output of a list": Case(
-        first.pair("list", loss=["mse", "mae"], metrics=[["mae"], ["mse"]], loss_weights=[1.0, 0.5]), "pair", long=True
+        first.pair("list", loss=["mse", "mae"], metrics=[["mae"], ["mse"]], loss_weights=[1.0, 0.5]), "pair"
     ),
     "loss of one output only": Case(first.pair(loss={"a": "mse", "b": None}), "pair"),
     "a metric of one output only": Case(
-        first.pair(loss="mse", metrics={"b": ["mae"]}, weighted_metrics={"a": ["mae"]}), "pair", True, long=True
+        first.pair(loss="mse", metrics={"b": ["mae"]}, weighted_metrics={"a": ["mae"]}), "pair", True
     ),
     **{
-        f"losses, {name}": Case(with_losses(name), "losses", True, **ROUNDED, weights_within=5e-6, long=name == "mean")
+        f"losses, {name}": Case(with_losses(name), "losses", True, **ROUNDED, weights_within=5e-6)
         for name in REDUCTIONS
     },
-    "losses without weights": Case(with_losses(), "losses", **ROUNDED, long=True),
+    "losses without weights": Case(with_losses(), "losses", **ROUNDED),
     "CTC": Case(ctc, "sounds", **ROUNDED),
-    "Dice of each record": Case(dice_of_records, "images", long=True),
-    "accumulated, add_loss": Case(first.penalised_by_add_loss, **_ACCUMULATED, long=True),
-    "accumulated, activity_regularizer": Case(dense(hidden={"activity_regularizer": "l2"}), **_ACCUMULATED, long=True),
+    "Dice of each record": Case(dice_of_records, "images"),
+    "accumulated, add_loss": Case(first.penalised_by_add_loss, **_ACCUMULATED),
+    "accumulated, activity_regularizer": Case(dense(hidden={"activity_regularizer": "l2"}), **_ACCUMULATED),
     "accumulated, global_clipnorm": Case(
-        dense(optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.1)), weighted=True, **_ACCUMULATED, long=True
+        dense(optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.1)), weighted=True, **_ACCUMULATED
     ),
-    "accumulated, two outputs": Case(first.two_outputs(), "two", True, **_ACCUMULATED, long=True),
+    "accumulated, two outputs": Case(first.two_outputs(), "two", True, **_ACCUMULATED),
     "class weights, one-hot": Case(
         dense("categorical_crossentropy", 3, "softmax", metrics=lambda: ["accuracy"]),
         "one_hot",
         config={"loss": {"class_weight": {"1": 4.0}}},
         fit={"class_weight": {0: 1.0, 1: 4.0, 2: 1.0}},
-        long=True,
     ),
-    "optimizer Adam": Case(dense(), long=True),
-    "optimizer Muon": Case(dense(optimizer=of_each("Muon")), weights_within=1e-5, long=True),
+    "optimizer Adam": Case(dense()),
+    "optimizer Muon": Case(dense(optimizer=of_each("Muon")), weights_within=1e-5),
     "optimizer MultiOptimizer": Case(dense(optimizer=two_optimizers)),
-    "optimizer with a loss scale": Case(
-        dense(optimizer=lambda: optimizers.SGD(0.1, loss_scale_factor=128.0)), long=True
-    ),
-    "optimizer with weight decay": Case(dense(optimizer=lambda: optimizers.SGD(0.1, weight_decay=0.1)), long=True),
-    **{f"schedule {name}": Case(dense(optimizer=scheduled(make)), long=True) for name, make in SCHEDULES.items()},
-    "several steps in a call": Case(dense(steps_per_execution=3, metrics=["mae"]), long=True),
+    "optimizer with a loss scale": Case(dense(optimizer=lambda: optimizers.SGD(0.1, loss_scale_factor=128.0))),
+    "optimizer with weight decay": Case(dense(optimizer=lambda: optimizers.SGD(0.1, weight_decay=0.1))),
+    **{f"schedule {name}": Case(dense(optimizer=scheduled(make))) for name, make in SCHEDULES.items()},
+    "several steps in a call": Case(dense(steps_per_execution=3, metrics=["mae"])),
     "layer with trackers": Case(dense(extra=(Tracking,))),
-    "Hashing": Case(looked_up(lambda: layers.Hashing(16)), "ids", **ROUNDED, long=True),
+    "Hashing": Case(looked_up(lambda: layers.Hashing(16)), "ids", **ROUNDED),
     "IntegerLookup": Case(looked_up(lambda: layers.IntegerLookup(vocabulary=[*range(100, 110)])), "ids", **ROUNDED),
-    "Discretization, CategoryEncoding": Case(discretized, **ROUNDED, long=True),
+    "Discretization, CategoryEncoding": Case(discretized, **ROUNDED),
     "frozen and shared layers": Case(frozen_and_shared, "inputs", **ROUNDED),
     "Embedding, Adam": Case(
         # Adam divides its first small gradients by their own size.
@@ -477,20 +474,18 @@ MORE: dict[str, Case] = {
         "tags",
         True,
         **ROUNDED,
-        long=True,
     ),
     "mask, attention": Case(
         over_tokens(lambda states: layers.MultiHeadAttention(2, 4, use_bias=False)(states, states)),
         "tags",
         True,
         **ROUNDED,
-        long=True,
     ),
     "siamese": Case(Siamese.made, "inputs"),
     "own compute_loss over add_loss": Case(PenalisedOwnLoss.made),
-    "own compute_loss, weights": Case(PenalisedOwnLoss.made, weighted=True, long=True),
+    "own compute_loss, weights": Case(PenalisedOwnLoss.made, weighted=True),
     "contrastive, gathered": Case(GatheredContrastive.made, "alone", **ROUNDED, equal_on=(1, 2)),
-    "own train_step that clips": Case(ClipsByHand.made, equal_on=(1,), long=True),
+    "own train_step that clips": Case(ClipsByHand.made, equal_on=(1,)),
 }
 
 CASES: dict[str, Case] = {**first.CASES, **MORE, **COMBINED, **REFUSED}

@@ -108,18 +108,17 @@ COMBINED: dict[str, Case] = {
             True,
             alone_within=1e-5,
             weights_within=5e-6,
-            long=True,
         )
         for name in REDUCTIONS
     },
-    "Masking, weights": Case(sequence(crossentropy(), "masking"), "tags", True, alone_within=1e-5, long=True),
+    "Masking, weights": Case(sequence(crossentropy(), "masking"), "tags", True, alone_within=1e-5),
     "function as loss, weights": Case(dense(squared), weighted=True),
-    "loss of one number, metrics": Case(dense(one_number, metrics=lambda: ["mae"]), long=True),
+    "loss of one number, metrics": Case(dense(one_number, metrics=lambda: ["mae"])),
     "list of losses": Case(
-        pair("list", loss=["mse", "mae"], loss_weights=[1.0, 0.5], metrics=[["mae"], ["mse"]]), "pair", long=True
+        pair("list", loss=["mse", "mae"], loss_weights=[1.0, 0.5], metrics=[["mae"], ["mse"]]), "pair"
     ),
     "sums of two outputs": Case(
-        pair(loss={"a": losses.MeanSquaredError(reduction="sum"), "b": "mse"}), "pair", weights_within=5e-6, long=True
+        pair(loss={"a": losses.MeanSquaredError(reduction="sum"), "b": "mse"}), "pair", weights_within=5e-6
     ),
     "Embedding": Case(embedding, "tags", **BY_ROW),
     "layer with an average of records": Case(dense(extra=(Recentred,))),
@@ -129,25 +128,19 @@ COMBINED: dict[str, Case] = {
         alone_within=2e-6,
     ),
     # The generator is trained against the critic of the step before, as the passes of a step apply nothing.
-    "accumulated, GAN": Case(
-        lambda: Gan.made(), "alone", config={"train": {"accumulate_steps": 2}}, equal_on=(), long=True
-    ),
+    "accumulated, GAN": Case(lambda: Gan.made(), "alone", config={"train": {"accumulate_steps": 2}}, equal_on=()),
     "XLA, activity_regularizer": Case(
         dense(hidden={"activity_regularizer": "l2"}),
         weighted=True,
         config={"jit_compile": True},
         alone_within=2e-6,
-        long=True,
     ),
-    "XLA, two outputs": Case(
-        differential_cases.two_outputs(), "two", config={"jit_compile": True}, alone_within=2e-6, long=True
-    ),
+    "XLA, two outputs": Case(differential_cases.two_outputs(), "two", config={"jit_compile": True}, alone_within=2e-6),
     "XLA, accumulated": Case(
         dense(),
         weighted=True,
         config={"jit_compile": True, "train": {"accumulate_steps": 2}},
         alone_within=2e-6,
-        long=True,
     ),
     "mixed_bfloat16, weights": Case(
         dense(),
@@ -155,7 +148,6 @@ COMBINED: dict[str, Case] = {
         config={"precision": "mixed_bfloat16"},
         weights_within=2e-2,
         figures_within=5e-2,
-        long=True,
     ),
     "metric of a user, a maximum": Case(dense(metrics=lambda: [LargestError()])),
     "metric of a user, a maximum from 0": Case(dense(metrics=lambda: [LargestError(0.0)])),

@@ -1,4 +1,4 @@
-"""Trains twice in one process by `train`, the second time on from the first: trained_twice.py OUT CONFIG."""
+"""Trains in one process by `train`, trains on from there, and evaluates: trained_twice.py OUT CONFIG."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 import horovod_train
+from horovod_train.main import main
 
 out, path = sys.argv[1:]
 before = dict(os.environ)
@@ -21,4 +22,5 @@ for epochs in (1, 2):
     found.append({"steps": summary["steps"], "weights": float(sum(abs(w.numpy()).sum() for w in model.weights))})
 changed = {*before.items()} ^ {*os.environ.items()}
 left = sorted(name for name, _ in changed if name.startswith("HOROVOD"))
-Path(out, "found.json").write_text(json.dumps({"runs": found, "left": left}))
+evaluated = main(["evaluate", f"{out}/run"])
+Path(out, "found.json").write_text(json.dumps({"runs": found, "left": left, "evaluated": evaluated}))

@@ -23,15 +23,14 @@ STOP_S = 6.0  # longer than TensorFlow traces on a busy machine
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=STOP_S, first_step_after_s=60)
 LONG_S = STOP_S + 1
 watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time", "broadcasts-alone") else TROUBLE != "unwatched"
-hvd.init(watch_ranks=watch_ranks, end_epochs_together=TROUBLE != "uneven-refused")
+hvd.init(watch_ranks=watch_ranks)
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 if TROUBLE == "builds-on-root":  # as to load weights
     model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     if hvd.rank() == 0:
         model.build((None, 6))
-own_rule = keras.optimizers.SGD(0.01) if TROUBLE == "other-optimizer" and hvd.rank() == 1 else None
-optimizer = hvd.DistributedOptimizer(own_rule or keras.optimizers.Adam(0.01))
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
 model.compile(optimizer, "mse")
 
 
@@ -164,8 +163,6 @@ elif TROUBLE == "uneven":
     callbacks.append(hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=3))
 elif TROUBLE == "decides-too-early":
     callbacks.insert(0, keras.callbacks.EarlyStopping("loss"))
-elif TROUBLE == "wraps-twice":
-    hvd.DistributedOptimizer(optimizer)
 elif TROUBLE == "takes-its-time":
     callbacks.append(Dawdle())
 elif TROUBLE == "trains-on":

@@ -138,7 +138,6 @@ def test_a_trained_one_is_evaluated_and_exported_and_planned(start: Start, here:
 WRONG = {
     "a compile of its own": (["model=user_models:compiled_its_way"], "compiled by a compile() of its own"),
     "options of no optimizer": (["optimizer.options.momentum=0.9"], "the model is compiled with an optimizer; give"),
-    "options of no loss": (["loss.options.from_logits=true"], "the model is compiled with a loss; give loss.name too."),
     "averages twice": (
         ["model.options={use_ema: true}", "train.ema_decay=0.9"],
         "train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.",

@@ -40,12 +40,3 @@ def test_an_overflow_on_one_rank_under_float16_halves_the_scale_on_all_and_train
     first, last = metrics_of(tmp_path / "run", "train")
     assert last["loss_average"] < first["loss_average"]
     assert last["skipped_updates"] == 1
-
-
-@pytest.mark.long
-def test_bfloat16_compiled_by_xla_trains(config: Path, tmp_path: Path) -> None:
-    words = ["--config", config, "--output-dir", tmp_path / "run", "model=user_models:mixed"]
-    finished = train([*words, "precision=mixed_bfloat16", "jit_compile=true"], launcher="mpirun", np=2)
-    assert finished.returncode == 0, finished.text
-    first, last = metrics_of(tmp_path / "run", "train")
-    assert last["loss"] < first["loss"]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    PROGRAMS,
     metrics_of,
     run_process,
     split_records,
@@ -213,20 +212,3 @@ print(*model.evaluate(batch.inputs, batch.targets, verbose=0, batch_size=999))
     (row,) = metrics_of(tmp_path / "run", "eval")
     assert row["loss"] == pytest.approx(loss, rel=1e-5)
     assert row["accuracy"] == pytest.approx(accuracy, rel=1e-6)
-
-
-@pytest.mark.long  # see test_diverging and test_leaving
-def test_a_diverging_run_stops_on_all_ranks_and_is_told_of_once(base_config: Path, tmp_path: Path) -> None:
-    arguments = ["--config", base_config, "lr_schedule.base_lr=1e30", "train.max_steps=50"]
-    finished = train([*arguments, "--output-dir", tmp_path / "run"], launcher="mpirun", np=2)
-    assert finished.returncode == 1
-    assert finished.stderr.count("error: Model diverged") == 1
-    assert "Traceback" not in finished.stderr
-
-
-def test_a_second_run_in_one_process_continues_the_first_and_is_evaluated(base_config: Path, tmp_path: Path) -> None:
-    """Keras numbers names by process, and the names of variables in checkpoints are Keras'."""
-    program = [*warm_python(), str(PROGRAMS / "twice.py"), str(tmp_path / "run"), "--config", str(base_config)]
-    finished = run_process(program)
-    assert finished.stdout.count("exit code 0") == 3, finished.text
-    assert [row["step"] for row in metrics_of(tmp_path / "run", "train")] == list(range(1, 31))

@@ -192,10 +192,6 @@ WRONG = {
         ["loss={name: per_output, options: {a: mse}, class_weight: {1: 2}}"],
         "loss.class_weight: with per_output give it to an output: loss.options.OUTPUT.class_weight.",
     ),
-    "no such metric": (
-        ["data.weight=importance", "weighted_metrics=acuracy"],
-        "Keras has no 'acuracy'; did you mean Accuracy",
-    ),
     "weighted by nothing": (
         [],
         "weighted_metrics: needs data.weight or a class_weight of the loss; without one, write metrics.",

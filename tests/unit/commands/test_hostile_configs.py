@@ -54,14 +54,11 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("how", [["plan", "--fast"], ["--print-config"]], ids=str)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_hostile_config_is_one_line(
-    kind: str, how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_config_is_one_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, said = CONFIGS[kind]
     (file := tmp_path / "c.yaml").write_text(text)
-    found = refusal([*how, *BUILT_IN, str(file)], capsys)
+    found = refusal(["--print-config", *BUILT_IN, str(file)], capsys)
     assert said in found
     assert str(file) in found
 

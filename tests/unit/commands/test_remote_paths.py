@@ -51,8 +51,13 @@ def test_the_settings_that_are_known_to_be_paths_are_among_those_tried() -> None
     assert set(string_settings(Config)) >= READ
 
 
-@pytest.mark.parametrize("key", SETTINGS)
-@pytest.mark.parametrize("path", [REMOTE, "s3://a", "hdfs://host:9000/x", "file:///x", "S3A://a"])
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        *((key, REMOTE) for key in SETTINGS),
+        *(("output_dir", path) for path in ("s3://a", "hdfs://host:9000/x", "file:///x", "S3A://a")),
+    ],
+)
 def test_no_setting_takes_a_remote_path(key: str, path: str, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("data: {train: here, global_batch_size: 8}\ntrain: {epochs: 1}\n")
@@ -69,8 +74,13 @@ OPTIONS = [f"{key}.options.uri" for key in ("model", "loss", "optimizer", "data.
 LISTS = ["log.trackers", "callbacks", "metrics", "data.augment"]
 
 
-@pytest.mark.parametrize("key", [*SETTINGS, *sorted(READ), *OPTIONS, "data.features.x", *LISTS])
-@pytest.mark.parametrize("secret", WITH_SECRETS)
+@pytest.mark.parametrize(
+    ("key", "secret"),
+    [
+        *((key, WITH_SECRETS[0]) for key in [*SETTINGS, *sorted(READ), *OPTIONS, "data.features.x", *LISTS]),
+        *(("output_dir", secret) for secret in WITH_SECRETS[1:]),
+    ],
+)
 def test_no_setting_takes_a_secret_and_none_is_repeated(key: str, secret: str) -> None:
     name, value = key, f"'{secret}'"
     if key in LISTS:

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_train.config.loader import as_dict, dump, load
 from horovod_train.config.rules import resolve
-from horovod_train.config.settings import Config, LossSpec, MetricSpec, OptimizerSpec
+from horovod_train.config.settings import LossSpec, MetricSpec, OptimizerSpec
 from horovod_train.errors import UserError
 
 LEAST = "data: {train: here, global_batch_size: 8}\ntrain: {epochs: 1}\n"
@@ -163,21 +163,6 @@ def test_how_gradients_are_exchanged_is_no_setting_where_they_are_not(least: str
     load([least], [setting])
     load([least], [setting, "train.synchronization=stale"])
     load([least], [*LOCAL, "horovod.op=average", "horovod.cycle_time_ms=2"])
-
-
-def test_every_setting_has_a_line_of_documentation() -> None:
-    import dataclasses
-
-    def undocumented(cls: object, prefix: str = "") -> list[str]:
-        found = []
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            if dataclasses.is_dataclass(field.default) and "doc" not in field.metadata:
-                found += undocumented(type(field.default), f"{prefix}{field.name}.")
-            elif not field.metadata.get("doc"):
-                found.append(f"{prefix}{field.name}")
-        return found
-
-    assert undocumented(Config) == []
 
 
 def test_as_dict_holds_plain_values_only(least: str) -> None:

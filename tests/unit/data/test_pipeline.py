@@ -282,24 +282,6 @@ def test_images_are_decoded(tmp_path: Path) -> None:
                 assert np.abs(image.astype(int) - exact).max() <= (0 if number % 2 else 60)
 
 
-@pytest.mark.parametrize("resize", ["stretch", "crop"])
-def test_images_are_resized(tmp_path: Path, resize: str) -> None:
-    fraction = {"crop_fraction": 0.9} if resize == "crop" else {}
-    folder = make_encoded(tmp_path / "train", resize, **fraction, scale=1 / 255)
-    for batch in batches(pipeline(config(folder))):
-        assert batch.inputs.shape == (8, 8, 8, 3)
-        assert 0 <= batch.inputs.min() <= batch.inputs.max() <= 1
-
-
-def test_an_undecodable_image_can_be_skipped(tmp_path: Path) -> None:
-    folder = make_encoded(tmp_path / "train")
-    files = [encoded(number) if number != 5 else encoded(5)[:-90] for number in range(30)]
-    write_file(folder / "0.tfrecord", [example(image=file, label=n) for n, file in enumerate(files)])
-    made = pipeline(config(folder, on_bad_record="skip"))
-    assert sorted(ids(batches(made))) == [number for number in range(30) if number != 5]
-    assert made.skipped == 1
-
-
 AUGMENT = (Spec("random_resized_crop"), Spec("flip"), Spec("random_crop", {"padding": 2}))
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from made_records import NumpyBatch, as_numpy, batches, config, example, ids, pipeline, write_file
+from made_records import NumpyBatch, as_numpy, batches, config, pipeline
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start, audit
-from horovod_train.data.dataset import SOURCES, open_records
-from horovod_train.data.parsing import SchemaParser
+from horovod_train.data.dataset import SOURCES
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, split_records
-from horovod_train.data.validation import check_split
-from horovod_train.errors import UserError
 
 Row = dict[str, Any]
 
@@ -35,8 +31,8 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class Serialized:
-    """Records in a list, each a tf.train.Example. A RecordSource."""
+class Columns:
+    """Arrays by name, with a parser of their own. A RecordSource."""
 
     def __init__(self, path: str, rows: Sequence[Row]) -> None:
         self.path, self.rows = path, rows
@@ -47,23 +43,13 @@ class Serialized:
         return self.load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
-        return SchemaParser(features)
+        return ColumnsParser()
 
     def load(self, block: int) -> LoadedBlock:
         first, last = self.blocks.first_record[block : block + 2].tolist()
         return LoadedBlock(
             self.data(self.rows[first:last]), lambda place, why: f"{self.path}: record {first + place}: {why}.", {}
         )
-
-    def data(self, rows: Sequence[Row]) -> Data:
-        return [example(**row) for row in rows]
-
-
-class Columns(Serialized):
-    """Arrays by name, with a parser of their own."""
-
-    def parser(self, features: dict[str, Feature]) -> Parser:
-        return ColumnsParser()
 
     def data(self, rows: Sequence[Row]) -> Data:
         words = np.fromiter((row["words"] for row in rows), object, len(rows))
@@ -89,13 +75,13 @@ class ColumnsParser:
 Stored = Callable[..., DataConfig]
 
 
-@pytest.fixture(params=[Serialized, Columns])
-def stored(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """Adds the line to SOURCES that another kind takes. Returns a config that reads these rows."""
 
     def store(rows: Sequence[Row], **values: Any) -> DataConfig:
-        def open_memory(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> Serialized:
-            return request.param(files[0], rows)
+        def open_memory(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> Columns:
+            return Columns(files[0], rows)
 
         monkeypatch.setitem(SOURCES, "*.memory", open_memory)
         (tmp_path / "rows.memory").touch()
@@ -145,46 +131,3 @@ def test_a_run_that_resumes_at_other_numbers_of_ranks_has_an_audit_without_gaps(
         (True, (2, 3), [], []),
         (True, (3, 1), [], []),
     ]
-
-
-def test_a_bad_record_is_named_as_its_source_names_it(stored: Stored) -> None:
-    rows = [*ROWS[:41], {"words": [], "label": 12}, *ROWS[42:]]
-    with pytest.raises(UserError, match=r"rows\.memory: record 41: feature label: .* 12.* Read by rank 0 of 1"):
-        read(pipeline(stored(rows)))
-
-
-def test_a_bad_record_can_be_skipped(stored: Stored) -> None:
-    rows = [*ROWS[:41], {"words": [], "label": 12}, *ROWS[42:]]
-    made = pipeline(stored(rows, on_bad_record="skip"))
-    assert sorted(ids(read(made))) == [number for number in range(len(ROWS)) if number != 41]
-    assert made.skipped == 1
-
-
-def test_what_is_kept_in_memory_is_not_read_again(stored: Stored) -> None:
-    rows = list(ROWS)
-    made = pipeline(stored(rows, cache="memory"))
-    first = read(made)
-    rows.clear()
-    assert sorted(ids(read(made, epoch=1))) == sorted(ids(first))
-
-
-def test_other_content_is_other_data(stored: Stored) -> None:
-    one = open_records(stored(ROWS), "train")
-    other = open_records(stored([*ROWS[:-1], {"words": [], "label": 0}]), "train")
-    assert one.digest != other.digest
-    assert one.digest == open_records(stored(list(ROWS)), "train").digest
-
-
-def test_check_data_reads_it(stored: Stored) -> None:
-    report = check_split(stored([*ROWS[:41], {"words": [], "label": 12}, *ROWS[42:]]), "train")
-    assert (report.records, len(report.bad)) == (len(ROWS), 1)
-    assert report.features["label"].high == 9
-
-
-def test_the_order_is_that_of_tfrecord_files_with_the_same_blocks(stored: Stored, tmp_path: Path) -> None:
-    edges = np.cumsum([0, *BLOCKS])
-    for number, (first, last) in enumerate(itertools.pairwise(edges)):
-        write_file(tmp_path / f"files/{number}.tfrecord", [example(**row) for row in ROWS[first:last]])
-    files = config(tmp_path / "files", shuffle_window=20, **SCHEMA)
-    for here, there in zip(read(pipeline(stored(ROWS))), read(pipeline(files)), strict=True):
-        assert all(np.array_equal(value, same) for value, same in zip(here, there, strict=True))

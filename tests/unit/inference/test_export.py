@@ -21,6 +21,7 @@ from horovod_train.models import MODELS, build_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "convnet": {"dropout": 0.5},
+    "mlp": {"weight_name": "weight"},
     "resnet50": {"image_size": 32, "classes": 3},
     "transformer": {"vocabulary": 20, "max_length": 8, "width": 8, "blocks": 1},
 }

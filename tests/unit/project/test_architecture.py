@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -48,9 +49,19 @@ def layer(name: str) -> int:
     return found[0]
 
 
+def where(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -64,27 +75,26 @@ def own_rooms(path: Path) -> set[str]:
     return {name for name in inside if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    here = room(path)
-    if here in ("__init__", "__main__"):
-        return
-    for there in own_rooms(path) - {here}:
-        assert layer(there) > layer(here), f"{here} must not import {there}"
+def test_imports_point_down() -> None:
+    for path in FILES:
+        if (here := room(path)) not in ("__init__", "__main__"):
+            for there in own_rooms(path) - {here}:
+                assert layer(there) > layer(here), f"{where(path)}: {here} must not import {there}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_some_packages_import_horovod_and_mpi(path: Path) -> None:
-    found = {name for name in imports(path) if name.split(".")[0] in ("horovod", "mpi4py")}
-    assert not found or room(path) in MAY_IMPORT_HOROVOD
+def test_only_some_packages_import_horovod_and_mpi() -> None:
+    for path in FILES:
+        found = {name for name in imports(path) if name.split(".")[0] in ("horovod", "mpi4py")}
+        assert not found or room(path) in MAY_IMPORT_HOROVOD, where(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_main_and_distributed_read_the_environment(path: Path) -> None:
-    reads = re.search(r"os\.(environ|getenv)", path.read_text())
-    assert not reads or room(path) in MAY_READ_ENVIRONMENT or path in READS_ENVIRONMENT_TOO
+def test_only_main_and_distributed_read_the_environment() -> None:
+    reading = {path for path in FILES if re.search(r"os\.(environ|getenv)", path.read_text())}
+    others = {path for path in reading - READS_ENVIRONMENT_TOO if room(path) not in MAY_READ_ENVIRONMENT}
+    assert set(map(where, others)) == set()
 
 
+OF_TFRECORD = re.compile(r"horovod_train\.data\.tfrecord")
 MAY_KNOW_TFRECORDS = {
     "data/dataset.py": "the list of sources",
     "data/prepare/writing.py": "writes TFRecord files",
@@ -93,12 +103,10 @@ MAY_KNOW_TFRECORDS = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_data_tfrecord_knows_how_records_are_stored(path: Path) -> None:
+def test_only_data_tfrecord_knows_how_records_are_stored() -> None:
     """So that another kind of storage takes one package and one line in SOURCES."""
-    found = {name for name in imports(path) if name.startswith("horovod_train.data.tfrecord")}
-    where = path.relative_to(PACKAGE).as_posix()
-    assert not found or where.startswith("data/tfrecord/") or where in MAY_KNOW_TFRECORDS
+    knowing = {where(path) for path in FILES if any(map(OF_TFRECORD.match, imports(path)))}
+    assert {name for name in knowing if not name.startswith("data/tfrecord/")} <= set(MAY_KNOW_TFRECORDS)
 
 
 _REMOVES = {
@@ -128,14 +136,13 @@ MAY_TRUNCATE = {"output/files.py": "os.truncate(self.path, size)"}
 INSIDE_A_NEW_ARCHIVE = {"predictions.py": "archive.open(f'{name}.npy', 'w', force_zip64=True)"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_removal_removes_renames_or_empties_files(path: Path) -> None:
+def test_only_removal_removes_renames_or_empties_files() -> None:
     """It knows what we have made. Everything else is opened to be read, appended to, or made new (mode x)."""
-    if path.name == "removal.py":
-        return
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    found = {ast.unparse(call) for call in calls if _may_lose_a_file(call)}
-    assert found <= {MAY_TRUNCATE.get(path.relative_to(PACKAGE).as_posix()), INSIDE_A_NEW_ARCHIVE.get(path.name)}
+    for path in FILES:
+        if path.name != "removal.py":
+            calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
+            found = {ast.unparse(call) for call in calls if _may_lose_a_file(call)}
+            assert found <= {MAY_TRUNCATE.get(where(path)), INSIDE_A_NEW_ARCHIVE.get(path.name)}, where(path)
 
 
 @pytest.mark.parametrize(
@@ -180,19 +187,19 @@ UNPICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 LOWERCASE_MPI = {"send", "recv", "bcast", "gather", "allgather", "scatter", "alltoall", "reduce", "allreduce"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_is_unpickled(path: Path) -> None:
+def test_nothing_is_unpickled() -> None:
     """To unpickle is to run the sender's code. Horovod's exchanges of objects unpickle, and mpi4py's lowercase ones."""
-    assert not {name.split(".")[0] for name in imports(path)} & UNPICKLES
-    imports_mpi = any(name.startswith("mpi4py") for name in imports(path))
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            assert not (owner.startswith("hvd") and re.search(r"_object(_fn)?$", node.attr)), ast.unparse(node)
-            is_communicator = imports_mpi and owner in ("MPI.COMM_WORLD", "host_ranks")
-            assert not (is_communicator and node.attr in LOWERCASE_MPI), ast.unparse(node)
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            assert ast.unparse(node.value) == "False"
+    for path in FILES:
+        assert not {name.split(".")[0] for name in imports(path)} & UNPICKLES, where(path)
+        imports_mpi = any(name.startswith("mpi4py") for name in imports(path))
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute):
+                owner, said = ast.unparse(node.value), f"{where(path)}: {ast.unparse(node)}"
+                assert not (owner.startswith("hvd") and re.search(r"_object(_fn)?$", node.attr)), said
+                is_communicator = imports_mpi and owner in ("MPI.COMM_WORLD", "host_ranks")
+                assert not (is_communicator and node.attr in LOWERCASE_MPI), said
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert ast.unparse(node.value) == "False", where(path)
 
 
 def test_no_private_names_of_other_libraries() -> None:
@@ -206,13 +213,12 @@ def test_only_users_functions_are_rewritten_by_autograph() -> None:
     """It took two seconds of each rank's start to rewrite ours, for what tf.while_loop and tf.cond say as well."""
     rewritten = set()
     for path in FILES:
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) != "tf.function":
                 continue
             if "autograph" not in {keyword.arg for keyword in node.keywords}:
                 rewritten.add(path.name)
-        assert "@tf.function\n" not in text
+        assert "@tf.function\n" not in path.read_text(), where(path)
     assert rewritten == {"parsing.py", "augment.py"}
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
 
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, MetricSpec, ModelSpec, Spec
 from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Feature, Schema
-from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.losses import LossOfFunction, build_loss, refuse_probabilities
-from horovod_train.training.steps.shares import Shares
 
 ROWS = 8
 RNG = np.random.default_rng(0)
@@ -285,31 +282,3 @@ def test_logits_of_a_built_in_model_and_losses_of_numbers_are_taken() -> None:
     )
     for loss in accepted:
         refuse_probabilities(Config(model=ModelSpec("mlp"), loss=loss, metrics=metrics))
-
-
-class Group:
-    """Of one rank."""
-
-    size = 1
-
-
-def traced(spec: Spec, last: keras.Layer) -> None:
-    """Call a loss in a compiled step, as the trainer does."""
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), last])
-    loss = build_loss(spec).loss
-    shares = Shares(cast(WorkerGroup, Group())).take_on(loss)
-
-    def forward(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-        with shares.of_pass(None):
-            return loss(targets, model(inputs, training=True))
-
-    tf.function(forward, autograph=False)(tf.zeros((2, 4)), tf.zeros(2, tf.int64))
-
-
-@pytest.mark.parametrize(
-    "loss", [OF_LOGITS, Spec("smoothed_sparse_categorical_crossentropy")], ids=lambda spec: spec.name
-)
-def test_a_loss_of_logits_after_a_softmax_is_refused(loss: Spec) -> None:
-    traced(loss, layers.ReLU())
-    with pytest.raises(ValueError, match="takes logits, but the model ends in a softmax"):
-        traced(loss, layers.Softmax())
