@@ -6,10 +6,10 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # Two at a time, since ranks mostly wait while they start; the long files first.
 TEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install train test test-all test-faults test-trackers test-cluster lint format docs clean
+.PHONY: help install train test test-all test-exhaustive test-faults test-trackers test-cluster lint format docs clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: ## everything the project needs, in .venv; compiles Horovod the first time (minutes)
 	@scripts/install.sh
@@ -20,10 +20,13 @@ train: install data/digits/dataset.json ## train a small convnet on handwritten 
 data/digits/dataset.json: | install
 	python -m horovod_train.main prepare digits --out data/digits
 
-test: install ## the tests, two files at a time
-	$(TEST) -m "not long"
+test: install ## a test of each promise, in minutes
+	$(TEST) -m "not long and not exhaustive"
 
 test-all: install ## and those that are one more of a kind
+	$(TEST) -m "not exhaustive"
+
+test-exhaustive: install ## and every one of a kind, for hours
 	$(TEST)
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change

@@ -180,7 +180,7 @@ def test_a_lost_rank_and_a_lost_host_cost_no_bit(
     assert is_whole(out)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_signal_to_launch_saves_on_all_hosts(
     cluster: VirtualCluster, config: Path, undisturbed: Callable[[int], str], tmp_path: Path
 ) -> None:
@@ -302,7 +302,7 @@ def pals(rank: int) -> dict[str, str]:
     return {**named, "PALS_APID": "12", "HOROVOD_TRAIN_ROOT": "n1"}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "convention",
     [torchrun, tf_config, jsrun, flux, pals],
@@ -357,7 +357,7 @@ def kills(cluster_tables: list[object]) -> Iterator[Table]:
     cluster_tables.append(table)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_killed_at_random_moments_the_weights_are_those_of_an_undisturbed_run(
     cluster: VirtualCluster, digits: Path, tmp_path: Path, kills: Table
 ) -> None:

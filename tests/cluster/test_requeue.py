@@ -83,7 +83,11 @@ def undisturbed(cluster: VirtualCluster, config: Path, tmp_path_factory: pytest.
 
 @pytest.mark.parametrize(
     "launch",
-    ["srun", pytest.param("srun-pmix", marks=pytest.mark.long), pytest.param("mpirun", marks=pytest.mark.long)],
+    [
+        "srun",
+        pytest.param("srun-pmix", marks=pytest.mark.exhaustive),
+        pytest.param("mpirun", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_job_whose_time_runs_out_saves_and_goes_on_to_the_same_weights(
     cluster: VirtualCluster, config: Path, tmp_path: Path, undisturbed: str, table: Table, launch: str
@@ -124,7 +128,7 @@ def test_a_preempted_job_saves_and_goes_on_to_the_same_weights(
     assert sha == undisturbed
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_cancelled_job_stays_cancelled(cluster: VirtualCluster, config: Path, tmp_path: Path) -> None:
     """The negative of the above: what the user ends does not come again."""
     job = submit_shipped(cluster, config, tmp_path)
@@ -136,7 +140,7 @@ def test_a_cancelled_job_stays_cancelled(cluster: VirtualCluster, config: Path, 
     assert (job.state(), cluster.job(job.number)["Restarts"]) == ("CANCELLED", "0")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launch", ["srun", "horovodrun"])
 def test_a_stop_file_does_not_send_a_job_round_in_circles(
     cluster: VirtualCluster, config: Path, tmp_path: Path, launch: str
@@ -149,7 +153,7 @@ def test_a_stop_file_does_not_send_a_job_round_in_circles(
     assert "requeued: " not in job.said()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_tasks_of_a_job_array_have_run_directories_and_restarts_of_their_own(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:
@@ -172,7 +176,7 @@ def test_tasks_of_a_job_array_have_run_directories_and_restarts_of_their_own(
     assert found[0]["weights_sha256"] != found[1]["weights_sha256"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_lost_host_is_replaced_and_the_weights_are_the_same(
     config: Path, tmp_path: Path, undisturbed: str, table: Table
 ) -> None:

@@ -13,7 +13,7 @@ from conftest import summary_of
 from jobs import TRAIN, asked_for, launch, submit
 from virtual_cluster import VirtualCluster
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 
 CONFIG = """
 data: {train: TRAIN, batch_size_per_rank: 16}

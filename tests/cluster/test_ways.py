@@ -63,7 +63,7 @@ def results() -> dict[int, dict[str, str]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=[] if layout in SHORT else pytest.mark.long) for layout in LAYOUTS],
+    [pytest.param(layout, marks=[] if layout in SHORT else pytest.mark.exhaustive) for layout in LAYOUTS],
     ids=lambda layout: "+".join(map(str, layout)),
 )
 @pytest.mark.parametrize("way", WAYS)
@@ -93,7 +93,9 @@ def test_all_ways_end_with_equal_weights(
     assert len(set(same.values())) == 1, same
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "srun" else pytest.mark.long) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "srun" else pytest.mark.exhaustive) for way in WAYS]
+)
 def test_a_killed_rank_ends_the_job_soon_and_leaves_nothing(
     cluster: VirtualCluster, config: Path, tmp_path: Path, killed: Table, way: str
 ) -> None:
@@ -204,7 +206,7 @@ def test_processes_that_would_not_find_each_other_write_nothing(
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_mpi_that_does_not_know_the_pmix_of_slurm_is_named(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def test_too_few_gpus_for_the_runs_without_exchange_are_one_line(monkeypatch: py
         environments_apart(3, 1)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_two_numbers_of_ranks_are_measured(digits: Path, tmp_path: Path) -> None:
     words = ["bench", "scaling", "--config", CONFIG, f"data.train={digits / 'train'}", f"data.eval={digits / 'eval'}"]
     words += ["--np", "2,1", "--steps", "40", "--rounds", "1", "--way", "horovodrun"]

@@ -19,7 +19,7 @@ CHECKS = [
 Visit = tuple[str, Finished, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=["mpirun", pytest.param("horovodrun", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["mpirun", pytest.param("horovodrun", marks=pytest.mark.exhaustive)])
 def visit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Visit:
     """Launcher, what was shown and the findings, at np=2."""
     out = tmp_path_factory.mktemp("doctor") / "found.json"

@@ -105,7 +105,7 @@ def call(python: str, tmp_path: Path) -> Callable[..., Finished]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "texts" else [pytest.mark.long]) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "texts" else [pytest.mark.exhaustive]) for kind in KINDS]
 )
 def test_from_data_to_a_model_in_use(kind: str, call: Callable[..., Finished], tmp_path: Path) -> None:
     make, words, found = KINDS[kind]

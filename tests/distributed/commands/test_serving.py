@@ -83,7 +83,7 @@ def evaluate(out: Path, words: list[Any], **ranks: Any) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("launcher", "np_"), [pytest.param("srun", 2, marks=pytest.mark.long), ("mpirun", 3)])
+@pytest.mark.parametrize(("launcher", "np_"), [pytest.param("srun", 2, marks=pytest.mark.exhaustive), ("mpirun", 3)])
 def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, launcher: str, np_: int) -> None:
     *_, last = metrics_of(run_dir, "eval")
     words = [run_dir, "eval.batch_size_per_rank=7"]
@@ -109,7 +109,7 @@ def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("launcher", "np_", "suffix"), [("srun", 2, "npz"), pytest.param("mpirun", 3, "csv", marks=pytest.mark.long)]
+    ("launcher", "np_", "suffix"), [("srun", 2, "npz"), pytest.param("mpirun", 3, "csv", marks=pytest.mark.exhaustive)]
 )
 def test_predictions_are_in_record_order_at_any_number_of_ranks(
     run_dir: Path, predicted: np.ndarray, tmp_path: Path, launcher: str, np_: int, suffix: str
@@ -152,7 +152,9 @@ def test_records_without_targets_can_be_predicted(
     assert np.allclose(np.load(tmp_path / "new.npz")["output"], predicted[:50], atol=2e-2 * np.abs(predicted).max())
 
 
-@pytest.mark.parametrize("kind", ["keras", pytest.param("savedmodel", marks=pytest.mark.long)])  # see unit/test_export
+@pytest.mark.parametrize(
+    "kind", ["keras", pytest.param("savedmodel", marks=pytest.mark.exhaustive)]
+)  # see unit/test_export
 def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
     digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path, kind: str
 ) -> None:

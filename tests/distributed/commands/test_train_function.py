@@ -38,7 +38,7 @@ def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_
     assert found["evaluated"] == 0, finished.text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_notebook_trains_predicts_and_calls_a_function_on_two_ranks(tmp_path: Path) -> None:
     """Its cells in one process without a file, as a kernel runs them."""
     cells = json.loads((PROJECT / "examples" / "notebook.ipynb").read_text())["cells"]

@@ -57,7 +57,7 @@ def test_predictions_do_not_depend_on_labels_in_the_file(here: Path) -> None:
     assert np.allclose(bare, predicted(here, here / "run", "--data", write(here / "m.csv", "more,y,a,w,b")))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_predictions_by_a_config_do_not_depend_on_labels_in_the_file(here: Path) -> None:
     """Which, unlike that of the run, does not name the inputs."""
     words = ["--config", here / "config.yaml", "--checkpoint", here / "run", "--data"]

@@ -91,7 +91,7 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, 
     assert verified.returncode == 0, verified.text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_resume_inside_an_epoch_on_other_data_of_the_same_counts_names_the_file(
     config: Path, uneven: Path, tmp_path: Path
 ) -> None:

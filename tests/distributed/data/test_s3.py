@@ -19,7 +19,7 @@ pytest.importorskip("s3fs")
 
 from s3_server import SECRET, S3Server, serving
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 
 CONFIG = """
 data: {batch_size_per_rank: 64, shuffle_window: 4096, audit: true}

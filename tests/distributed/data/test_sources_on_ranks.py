@@ -67,7 +67,7 @@ def as_class(folder: Path, arrays: Arrays) -> str:
 
 
 Store = Callable[[Path, Arrays], str]
-FORMS = [as_hdf5, *(pytest.param(form, marks=pytest.mark.long) for form in (as_npy, as_parquet, as_class))]
+FORMS = [as_hdf5, *(pytest.param(form, marks=pytest.mark.exhaustive) for form in (as_npy, as_parquet, as_class))]
 
 
 @pytest.mark.parametrize("store", FORMS)
@@ -93,7 +93,7 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_each_record_once(
     assert "data.train holds what the run read" in verified.stdout
 
 
-@pytest.mark.long  # see unit/test_mixture
+@pytest.mark.exhaustive  # see unit/test_mixture
 def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) -> None:
     """Stopped at 2 ranks inside the first epoch, and ended at 3."""
     parts = {"first": slice(0, 400), "second": slice(400, None)}
@@ -115,7 +115,7 @@ def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) ->
     assert re.search(r"0 +3 × +1200 +0 +0 +0 +/", verified.stdout), verified.stdout
 
 
-@pytest.mark.long  # see unit/test_fold
+@pytest.mark.exhaustive  # see unit/test_fold
 def test_a_fold_is_left_out_and_evaluated(arrays: Arrays, tmp_path: Path) -> None:
     config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(as_hdf5(tmp_path, arrays))
@@ -199,7 +199,7 @@ def test_other_data_on_one_rank_is_named(arrays: Arrays, tmp_path: Path) -> None
     assert "has other content in arrays than rank 0" in line
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_batches_by_length_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
     """Stopped at 2 ranks inside the first epoch, at 3 inside the second, and ended at 1; or all on one rank."""
     fewer = ["--records", "1437", "--vocabulary", "100", "--max-length", "30"]

@@ -41,7 +41,7 @@ def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path
     assert found[3][0] != pytest.approx(found[3][1], rel=1e-3), "two sets of records, so the figures can differ"
 
 
-@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_model_trains_by_its_own_step_as_by_ours(tmp_path: Path, np: int) -> None:
     """On uneven streams: steps that few records fill, or none, and of three ranks one without any."""
     found = {}
@@ -54,7 +54,7 @@ def test_a_model_trains_by_its_own_step_as_by_ours(tmp_path: Path, np: int) -> N
     assert summary_of(tmp_path / "by_itself")["steps"] == summary_of(tmp_path / "linear")["steps"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_was_stopped_by_its_own_step_ends_as_one_that_was_not(tmp_path: Path) -> None:
     words = ["model=user_streams:by_itself", "loss=auto"]
     assert run(tmp_path, "whole", 2, *words).returncode == 0
@@ -65,7 +65,7 @@ def test_a_run_that_was_stopped_by_its_own_step_ends_as_one_that_was_not(tmp_pat
     assert found["weights_sha256"] == expected["weights_sha256"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_was_stopped_inside_an_epoch_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     assert run(tmp_path, "whole", 3).returncode == 0
     for stop in (STEPS_AT_3 + 9, 2 * STEPS_AT_3):
@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_inside_an_epoch_ends_with_the_weights_of_one_tha
     assert found["steps"] == expected["steps"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_on_other_ranks_a_run_resumes_only_from_the_end_of_an_epoch(tmp_path: Path) -> None:
     """There is no place in the streams of two ranks that means what a place in those of three meant."""
     given = ["data.global_batch_size=12", "data.batch_size_per_rank=null", "data.steps_per_epoch=12"]
@@ -91,7 +91,7 @@ def test_on_other_ranks_a_run_resumes_only_from_the_end_of_an_epoch(tmp_path: Pa
     assert summary_of(tmp_path / "a")["steps"] == 24
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("words", "said"),
     [

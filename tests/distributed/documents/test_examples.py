@@ -87,7 +87,7 @@ def test_mlp_asynchronous_ranks_part_between_averages_and_learn(start: Start, sa
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.long  # see test_steps and test_guards
+@pytest.mark.exhaustive  # see test_steps and test_guards
 def test_mlp_synchronous_learns_from_the_gradients_of_the_step_before(start: Start, samples: Path) -> None:
     late = ["train.epochs=20", "train.synchronization=stale", "checkpoint.every_epochs=10"]
     stale, _ = start(samples, "mlp_synchronous", *late)
@@ -95,7 +95,7 @@ def test_mlp_synchronous_learns_from_the_gradients_of_the_step_before(start: Sta
     assert np.any(checkpoint(stale)["exchange/pending/hidden1/kernel"])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_digits_mlp_decays_in_stairs_and_evaluates_moving_averages_which_are_better(start: Start, digits: Path) -> None:
     """With ten records a step, so that the weights are noisy: 96.9 % instead of 93.9 % at step 400."""
     noisy = ["data.global_batch_size=10", "train.max_steps=400", "eval.every_steps=200", "checkpoint.every_steps=400"]
@@ -110,7 +110,7 @@ def test_digits_mlp_decays_in_stairs_and_evaluates_moving_averages_which_are_bet
     assert np.abs(saved["ema/layer1/kernel"] - saved["model/layer1/kernel"]).max() > 1e-3
 
 
-@pytest.mark.long  # see test_plan_and_runs
+@pytest.mark.exhaustive  # see test_plan_and_runs
 def test_digits_convnet_plain_ends_with_its_epochs_and_charts_the_loss_and_its_average(
     start: Start, digits: Path
 ) -> None:

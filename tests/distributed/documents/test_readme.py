@@ -79,7 +79,7 @@ def pages_with_commands() -> list[Path]:
     return [page for page in pages() if any(block.commands and not block.not_run for block in blocks(page))]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: page.name)
 def test_the_commands_of_a_page_can_be_run_one_after_the_other(page: Path, project: Path, tmp_path: Path) -> None:
     folder = tmp_path / "project"

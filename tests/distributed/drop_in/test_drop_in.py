@@ -11,9 +11,9 @@ from conftest import RankFacts
 # Two exchanges, and a number of ranks at which a process set leaves one out.
 WAYS = [
     ("srun", 2),
-    pytest.param(("mpirun", 3), marks=pytest.mark.long),
-    pytest.param(("mpirun", 2), marks=pytest.mark.long),
-    pytest.param(("srun", 3), marks=pytest.mark.long),
+    pytest.param(("mpirun", 3), marks=pytest.mark.exhaustive),
+    pytest.param(("mpirun", 2), marks=pytest.mark.exhaustive),
+    pytest.param(("srun", 3), marks=pytest.mark.exhaustive),
 ]
 HALF_PRECISION = {"fp16": 1e-3, "fp16_tape": 1e-3, "bf16": 2e-2, "half": 1e-2}
 NOT_ONE_MODEL = {"process_set"}

@@ -54,7 +54,7 @@ def lose_and_regain(job: ElasticJob, lost: int) -> list[dict[str, Any]]:
     return facts
 
 
-@pytest.mark.long  # tests/cluster loses hosts of a loop too
+@pytest.mark.exhaustive  # tests/cluster loses hosts of a loop too
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_loop_uses_each_record_once_an_epoch_whoever_is_lost(tmp_path: Path, lost: int) -> None:
     with job_of(tmp_path, "loop") as job:
@@ -64,7 +64,7 @@ def test_a_loop_uses_each_record_once_an_epoch_whoever_is_lost(tmp_path: Path, l
         assert fact["iterations"] == len(fact["sizes"])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_fit_takes_each_step_of_an_epoch_once(tmp_path: Path) -> None:
     with job_of(tmp_path, "fit") as job:
         facts = lose_and_regain(job, 1)
@@ -73,7 +73,7 @@ def test_fit_takes_each_step_of_an_epoch_once(tmp_path: Path) -> None:
         assert fact["batch"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_host_taken_from_the_list_leaves_in_order_and_may_come_back(tmp_path: Path) -> None:
     with job_of(tmp_path, "loop") as job:
         job.wait_until_trains(HOSTS)
@@ -91,7 +91,7 @@ def test_a_host_taken_from_the_list_leaves_in_order_and_may_come_back(tmp_path: 
     assert all(fact["used"] == [fact["epoch"]] for fact in facts)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_host_that_comes_back_and_fails_to_start_does_not_end_the_others(tmp_path: Path) -> None:
     with job_of(tmp_path, "loop", "--gloo-timeout-seconds", "15") as job:
         job.wait_until_trains(HOSTS)
@@ -105,7 +105,7 @@ def test_a_host_that_comes_back_and_fails_to_start_does_not_end_the_others(tmp_p
     assert all(fact["used"] == [fact["epoch"]] for fact in facts)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("place", ["commit", "sync"])
 def test_a_rank_that_is_lost_in_a_commit_or_a_sync_costs_no_record(

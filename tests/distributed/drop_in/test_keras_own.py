@@ -13,7 +13,7 @@ DISTRIBUTED_AT_LEAST = 250
 """Calls of `compile` in those tests; fewer would mean that the program no longer finds where they compile."""
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_what_passes_in_one_process_passes_on_two_ranks(tmp_path: Path) -> None:
     def outcomes(launcher: str, np: int) -> list[dict[str, Any]]:
         out = tmp_path / str(np)

@@ -75,20 +75,24 @@ WITH_TENSORFLOW = {
 
 
 LATER = ["model=user_faults:fails_later", "train.max_steps=6", "train.steps_per_call=1"]
-LONG = pytest.mark.long
+EXHAUSTIVE = pytest.mark.exhaustive
 USERS_CODE: list[Any] = [
     pytest.param(["model=user_faults:missing_key"], "model: user_faults:missing_key: KeyError: 'hidden'", id="model"),
-    pytest.param(["model=user_faults:no_network"], "Exception: URL fetch failure on", id="download", marks=LONG),
+    pytest.param(["model=user_faults:no_network"], "Exception: URL fetch failure on", id="download", marks=EXHAUSTIVE),
     pytest.param(
         ["model=user_faults:unfinished"],
         "NotImplementedError: Exception encountered when calling Unfinished.call(). mixing comes",
         id="call",
-        marks=LONG,
+        marks=EXHAUSTIVE,
     ),
-    pytest.param(["loss=user_faults:loss"], "object has no attribute 'no_such_attribute'", id="loss", marks=LONG),
-    pytest.param(["metrics=[user_faults:metric]"], "RuntimeError: no metric today", id="metric", marks=LONG),
-    pytest.param(["callbacks=[user_faults:Callback]"], "RuntimeError: nothing to call back", id="callback", marks=LONG),
-    pytest.param(["data.source=user_faults:Source"], "AttributeError: 'dict' object has", id="source", marks=LONG),
+    pytest.param(["loss=user_faults:loss"], "object has no attribute 'no_such_attribute'", id="loss", marks=EXHAUSTIVE),
+    pytest.param(["metrics=[user_faults:metric]"], "RuntimeError: no metric today", id="metric", marks=EXHAUSTIVE),
+    pytest.param(
+        ["callbacks=[user_faults:Callback]"], "RuntimeError: nothing to call back", id="callback", marks=EXHAUSTIVE
+    ),
+    pytest.param(
+        ["data.source=user_faults:Source"], "AttributeError: 'dict' object has", id="source", marks=EXHAUSTIVE
+    ),
     pytest.param(["model=user_faults:by_text", "jit_compile=true"], "jit_compile: true, but XLA cannot", id="XLA"),
 ]
 

@@ -19,7 +19,7 @@ def test_the_page_has_each_failure_and_no_other() -> None:
     assert list(sections_of_the_page()) == [failure.title for failure in FAILURES]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
 def test_a_failure_is_explained_as_the_page_says(failure: Failure, folder: Path) -> None:
     """To renew the page: python tests/failures.py > docs/failures.md"""

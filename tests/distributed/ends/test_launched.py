@@ -85,7 +85,7 @@ def process_of(out: Path, rank: int) -> psutil.Process:
     return psutil.Process(int(re.findall(r", process (\d+) on ", log)[-1]))
 
 
-@pytest.mark.parametrize(("way", "rank"), [("gloo", 1), pytest.param("mpi", 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("way", "rank"), [("gloo", 1), pytest.param("mpi", 0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_costs_no_bit_of_the_result(
     config: Path, undisturbed: str, tmp_path: Path, way: str, rank: int
 ) -> None:
@@ -110,7 +110,7 @@ def start_command(start: str, config: Path, out: Path) -> list[str]:
     return [*launcher_command(start, 2), *program]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", ["srun", "launch", "horovodrun"])
 def test_a_launcher_that_is_killed_leaves_a_saved_run(
     config: Path, undisturbed: str, tmp_path: Path, start: str
@@ -142,7 +142,7 @@ while True:
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
@@ -220,8 +220,8 @@ def end_of_ranks(convention: Convention, words: list[str], environment: Mapping[
     ("convention", "launcher"),
     [
         pytest.param(torchrun, "torchrun", id="torchrun"),
-        pytest.param(tf_config, "tf-config", id="tf-config", marks=pytest.mark.long),
-        pytest.param(indexed_job, "indexed-job", id="indexed-job", marks=pytest.mark.long),
+        pytest.param(tf_config, "tf-config", id="tf-config", marks=pytest.mark.exhaustive),
+        pytest.param(indexed_job, "indexed-job", id="indexed-job", marks=pytest.mark.exhaustive),
     ],
 )
 def test_ranks_train_together_under_other_launchers(
@@ -284,7 +284,7 @@ with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ranks_of_hosts_with_one_name_meet(tmp_path: Path) -> None:
     """Cloned machines: ranks of one would take those of the other for their own."""
     (tmp_path / "clones.py").write_text(CLONES)
@@ -328,7 +328,7 @@ with open(f"{sys.argv[1]}/{os.environ['HOROVOD_TRAIN_RANK']}.json", "w") as file
 """
 
 
-@pytest.mark.parametrize("sets", ["static", pytest.param("dynamic", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sets", ["static", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
 def test_ranks_that_shut_horovod_down_meet_again(tmp_path: Path, sets: str) -> None:
     (tmp_path / "again.py").write_text(AGAIN)
     words = ["-np", "2", "--over", "gloo", "--max-restarts", "0", "--", sys.executable, tmp_path / "again.py", tmp_path]

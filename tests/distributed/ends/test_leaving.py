@@ -121,7 +121,7 @@ def undisturbed(config: Path, run_dir: Path, np: int, *words: str, steps: int) -
 
 
 @pytest.mark.parametrize(
-    "names", [("save",), pytest.param(("first compile", "step", "evaluation", "save"), marks=pytest.mark.long)]
+    "names", [("save",), pytest.param(("first compile", "step", "evaluation", "save"), marks=pytest.mark.exhaustive)]
 )
 def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit(
     config: Path, tmp_path: Path, names: tuple[str, ...]
@@ -210,7 +210,7 @@ def kill_one(job: Job, np: int, run_dir: Path, moment: str, goal: int, rng: rand
     return in_save
 
 
-@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(config: Path, tmp_path: Path, np: int) -> None:
     """`make test-faults ROUNDS=25` does it more often."""
     rounds, rng = int(os.environ.get("ROUNDS", "1")), random.Random(f"{os.environ.get('FAULT_SEED', '1')} at {np}")
@@ -377,7 +377,7 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
     assert found.step == 5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_rank_whose_clock_is_wrong_is_named_and_does_not_end_the_run(
     config: Path, tmp_path: Path, hours: int
@@ -428,7 +428,7 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
         np.testing.assert_array_equal(ended[name], kernel / 2)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rate_that_a_callback_sets_survives_resumes_and_a_new_one_in_the_config_wins(
     config: Path, tmp_path: Path
 ) -> None:
@@ -536,7 +536,7 @@ def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path
     assert "rank 2" in explained.stdout
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_fails_says_why_and_the_others_point_at_it(config: Path, tmp_path: Path, launcher: str) -> None:
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: raise}}"
     words = ["--config", config, "--output-dir", tmp_path / "run", model]

@@ -96,13 +96,15 @@ NO_INTERFACE = 'HOROVOD_GLOO_IFACE=$([ $SLURM_PROCID = 0 ] && echo lo || echo ib
     ("shell", "output_dir", "said"),
     [
         pytest.param(ALONE, "run", r"error: rank 1 \(.*\): command line: nonsense: unknown key", id="a rank"),
-        pytest.param('exec "$@"', "config/run", "error: output_dir: cannot write", id="root", marks=pytest.mark.long),
+        pytest.param(
+            'exec "$@"', "config/run", "error: output_dir: cannot write", id="root", marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             NO_INTERFACE,
             "run",
             "error: HOROVOD_GLOO_IFACE must be .* received 'ib7', which rank 1 on localhost has not. It has .*lo",
             id="interface",
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

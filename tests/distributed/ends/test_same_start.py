@@ -178,7 +178,9 @@ DIFFERENT: dict[str, tuple[Rank, Prepare, str]] = {
 ONCE = "missing file"  # the others are one more of a kind
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == ONCE else pytest.mark.long) for n in DIFFERENT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == ONCE else pytest.mark.exhaustive) for n in DIFFERENT]
+)
 def test_what_must_be_equal_ends_the_run_before_training_with_one_sentence(
     digits: Path, tmp_path: Path, name: str
 ) -> None:
@@ -227,7 +229,7 @@ OTHER_MODELS: dict[str, tuple[str, Rank, Prepare, str]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "order" else pytest.mark.long) for n in OTHER_MODELS]
+    "name", [pytest.param(n, marks=[] if n == "order" else pytest.mark.exhaustive) for n in OTHER_MODELS]
 )
 def test_models_that_differ_though_their_files_are_the_same_are_refused(
     digits: Path, tmp_path: Path, name: str
@@ -257,14 +259,14 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(summary_of(folder / "run")["weights_sha256"])
 
 
-@pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.long) for name in HARMLESS)])
+@pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in HARMLESS)])
 def test_what_may_differ_does_not_change_the_weights(digits: Path, tmp_path: Path, undisturbed: str, name: str) -> None:
     finished = launch(digits, tmp_path, Rank(), HARMLESS.get(name, ALL))
     assert finished.returncode == 0, finished.text
     assert summary_of(tmp_path / "run")["weights_sha256"] == undisturbed
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_root_may_differ_as_well(digits: Path, tmp_path: Path, undisturbed: str) -> None:
     finished = launch(digits, tmp_path, ALL, Rank(environment={"PYTHONHASHSEED": "2"}))
     assert finished.returncode == 0, finished.text

@@ -79,7 +79,7 @@ def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> Non
     assert finished.stderr.count("ModelCheckpoint, CSVLogger run on rank 0 only, so that no file is written") == 1
 
 
-@pytest.mark.parametrize("trouble", ["backs-up", pytest.param("backs-up-on-root", marks=pytest.mark.long)])
+@pytest.mark.parametrize("trouble", ["backs-up", pytest.param("backs-up-on-root", marks=pytest.mark.exhaustive)])
 def test_a_killed_script_continues_from_roots_backup_as_if_it_had_not_been(tmp_path: Path, trouble: str) -> None:
     """With BackupAndRestore and one folder on all ranks, and on root alone."""
     assert run_script(tmp_path, "srun", trouble).returncode != 0
@@ -150,7 +150,7 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_all(tmp_path: Path) ->
     assert line.endswith("failed: ValueError: no luck on rank 1")
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Path, rank: int) -> None:
     command = [*launcher_command("srun", 3), *warm_python(), SCRIPT, str(tmp_path), f"leaves-{rank}"]
     finished = run_process(command)
@@ -172,7 +172,7 @@ def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
     assert said == ["1"], finished.text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ranks_that_enter_different_exchanges_are_named_with_them(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "broadcasts-alone")
     assert finished.returncode == 87, finished.text

@@ -54,7 +54,7 @@ def rows_of(run_dir: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["srun", "torchrun"])
 def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path, way: str) -> None:
     """Both servers of ours are up, one until the ranks have met, one from then on."""

@@ -28,7 +28,7 @@ def test_a_rank_does_not_find_half_of_what_another_rank_downloads(digits: Path, 
     assert finished.returncode == 0, finished.text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_function_that_fails_on_the_first_rank_is_not_called_on_the_others(digits: Path, tmp_path: Path) -> None:
     finished = run(digits, tmp_path, fails=True)
     assert finished.returncode == 2, finished.text

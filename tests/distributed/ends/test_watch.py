@@ -129,8 +129,8 @@ def our_lines(job: Job) -> list[str]:
     ("launcher", "np", "victim", "exit_code"),
     [
         pytest.param("mpirun", 3, 2, 87, id="a rank"),
-        pytest.param("mpirun", 3, 0, 87, id="root", marks=pytest.mark.long),
-        pytest.param("horovodrun", 3, 2, 1, id="horovodrun", marks=pytest.mark.long),
+        pytest.param("mpirun", 3, 0, 87, id="root", marks=pytest.mark.exhaustive),
+        pytest.param("horovodrun", 3, 2, 1, id="horovodrun", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_frozen_rank_is_named_and_all_end(
@@ -161,7 +161,7 @@ def test_a_frozen_rank_is_named_and_all_end(
         assert (told.state, told.rank) == ("stalled", victim)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_watch_that_strangers_besiege_still_names_a_frozen_rank(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 2, 1, "none") as job:
         job.wait_until_trained()
@@ -177,7 +177,9 @@ def test_a_watch_that_strangers_besiege_still_names_a_frozen_rank(tmp_path: Path
         assert job.processes[0].returncode == 87
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, id="root"), pytest.param(1, id="a rank", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, id="root"), pytest.param(1, id="a rank", marks=pytest.mark.exhaustive)]
+)
 def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: Path, victim: int) -> None:
     """Without a launcher, which would end the others itself."""
     program = [sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
@@ -222,7 +224,7 @@ def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("launcher", "np", "victim"),
-    [pytest.param("horovodrun", 3, 1, marks=pytest.mark.long), ("mpirun", 3, 1), ("none", 1, 0)],
+    [pytest.param("horovodrun", 3, 1, marks=pytest.mark.exhaustive), ("mpirun", 3, 1), ("none", 1, 0)],
 )
 def test_a_failure_is_read_first_and_others_point_at_it(tmp_path: Path, launcher: str, np: int, victim: int) -> None:
     """At np=3 one of the others hears of it from Horovod; the last is busy elsewhere, and has to be ended."""

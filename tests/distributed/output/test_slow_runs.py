@@ -23,7 +23,9 @@ HEALTHY = "(compute|exchange|input)-bound"
 REASONS = [
     (2, "straggler rank 1 in compute"),
     *(
-        pytest.param(3, reason, marks=pytest.mark.long)  # on cores that do much else besides, another may be the reason
+        pytest.param(
+            3, reason, marks=pytest.mark.exhaustive
+        )  # on cores that do much else besides, another may be the reason
         for reason in (
             *("compute-bound", "exchange-bound", "hook-bound"),
             *("straggler rank 1 in compute", "straggler rank 2 in compute", "straggler rank 1 in hook"),
@@ -47,7 +49,7 @@ def between(times: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return times[1:-1]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_evaluation_that_is_slow_on_one_rank_is_no_stall(digits: Path, tmp_path: Path) -> None:
     """Both call 10 batches at once, which takes rank 1 longer than the limit."""
     words = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import RankFacts
 
-WAYS = [pytest.param("none", 1, marks=pytest.mark.long), ("mpirun", 2)]
+WAYS = [pytest.param("none", 1, marks=pytest.mark.exhaustive), ("mpirun", 2)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)

@@ -1,6 +1,6 @@
 """Trackers of runs on several ranks: one run in each tracker, every step once, the same weights as without.
 
-Those that are long use a real MLflow server on this host, and W&B offline; `make test-trackers` installs both.
+Those that are exhaustive use a real MLflow server on this host, and W&B offline; `make test-trackers` installs both.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def flat(section: Any, prefix: str = "") -> dict[str, Any]:
     return {key: found for name in section for key, found in flat(section[name], f"{prefix}.{name}".strip(".")).items()}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_mlflow_has_one_run_with_every_step_once_of_a_run_resumed_at_another_size(
     server: Server, digits: Path, tmp_path: Path
 ) -> None:
@@ -164,7 +164,7 @@ def test_mlflow_has_one_run_with_every_step_once_of_a_run_resumed_at_another_siz
     assert sorted(file["path"] for file in files) == ["config.yaml", "summary.json"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_whose_mlflow_server_is_killed_trains_the_same(server: Server, digits: Path, tmp_path: Path) -> None:
     alone = train([*words(digits, "csv"), "--output-dir", tmp_path / "alone"], launcher="horovodrun", np=2)
     assert alone.returncode == 0, alone.text
@@ -181,7 +181,7 @@ def test_a_run_whose_mlflow_server_is_killed_trains_the_same(server: Server, dig
     assert first == second
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_wrong_address_of_mlflow_is_one_line_before_training(server: Server, digits: Path, tmp_path: Path) -> None:
     server.close()
     for number, uri in enumerate([server.uri, "htp://nowhere"]):
@@ -229,7 +229,7 @@ def wandb_records(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_wandb_offline_has_one_run_with_every_step_once(digits: Path, tmp_path: Path) -> None:
     if not CLIENTS.exists():
         pytest.skip("make test-trackers installs W&B, and runs this")
@@ -247,7 +247,7 @@ def test_wandb_offline_has_one_run_with_every_step_once(digits: Path, tmp_path: 
         assert logged == [(row["step"], row["loss"]) for row in metrics_of(run_dir, split)]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_whose_wandb_process_is_killed_trains_the_same(digits: Path, tmp_path: Path) -> None:
     if not CLIENTS.exists():
         pytest.skip("make test-trackers installs W&B, and runs this")

@@ -58,7 +58,7 @@ def fitted(model: keras.Model, targets: Any, of_eval: Any) -> tuple[list[float],
 
 @pytest.mark.parametrize(
     ("model", "np_"),
-    [pytest.param("user_models:compiled_vector", 3, marks=pytest.mark.long), ("{here}/whole.keras", 2)],
+    [pytest.param("user_models:compiled_vector", 3, marks=pytest.mark.exhaustive), ("{here}/whole.keras", 2)],
 )
 def test_a_compiled_model_trains_as_fit_does(start: Start, here: Path, tmp_path: Path, model: str, np_: int) -> None:
     """Its loss, momentum, rate and metrics; from a function, and from a file that brings its weights too."""
@@ -105,7 +105,7 @@ def test_what_the_config_names_wins_and_the_log_says_so(start: Start, tmp_path: 
     ("words", "rate"),
     [
         ([], 0.3),
-        pytest.param(["lr_schedule.base_lr=0.2"], 0.2, marks=pytest.mark.long),
+        pytest.param(["lr_schedule.base_lr=0.2"], 0.2, marks=pytest.mark.exhaustive),
         (["lr_schedule.warmup_epochs=1"], 0.15),
     ],
 )

@@ -61,17 +61,18 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 def _cases(np: int) -> list[Any]:
     """All cases, of which most are one more of a kind."""
 
-    def is_long(name: str) -> bool:
+    def is_exhaustive(name: str) -> bool:
         return name not in {1: ON_ONE_RANK, 3: ON_THREE_RANKS}.get(np, [])
 
     return [
-        pytest.param(np, name, id=f"{np}-{name}", marks=[pytest.mark.long] if is_long(name) else []) for name in CASES
+        pytest.param(np, name, id=f"{np}-{name}", marks=[pytest.mark.exhaustive] if is_exhaustive(name) else [])
+        for name in CASES
     ]
 
 
 @functools.cache
 def _launched_with(np: int, name: str) -> tuple[str, ...]:
-    """The cases that one launch trains together: the long ones apart from the others, some at a time."""
+    """The cases that one launch trains together: the exhaustive ones apart from the others, some at a time."""
     by_mark: dict[bool, list[str]] = {False: [], True: []}
     for parameters in _cases(np):
         by_mark[bool(parameters.marks)].append(parameters.values[1])
@@ -100,7 +101,7 @@ def test_ranks_end_where_fit_does(facts: Facts, np: int, name: str) -> None:
         )
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.refused])
 def test_what_a_checkpoint_holds_is_all_that_training_goes_on_from(facts: Facts, name: str) -> None:
     """A model that is built anew, and gets those variables, ends with the same bits as one that trained on."""

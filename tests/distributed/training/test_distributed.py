@@ -10,11 +10,11 @@ import pytest
 from conftest import RankFacts, run_process
 
 # Both exchanges. At four ranks an order in which sums are added is one of several.
-SEVERAL = [pytest.param("horovodrun", 2, marks=pytest.mark.long), ("srun", 4), ("mpirun", 4)]
-ALONE = pytest.param("none", 1, marks=pytest.mark.long)
+SEVERAL = [pytest.param("horovodrun", 2, marks=pytest.mark.exhaustive), ("srun", 4), ("mpirun", 4)]
+ALONE = pytest.param("none", 1, marks=pytest.mark.exhaustive)
 WAYS = [ALONE, *SEVERAL]
 # Four ranks that wait for one another in many small calls of model.fit take minutes on two cores.
-IN_MODEL_FIT = [("srun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)]
+IN_MODEL_FIT = [("srun", 2), pytest.param("mpirun", 4, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -32,7 +32,7 @@ def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str,
         assert facts["too_large"].startswith("group.gather: an exchange carries at most 10 bytes over all ranks; rec")
 
 
-@pytest.mark.parametrize("launcher", ["srun", "srun-bound", pytest.param("horovodrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["srun", "srun-bound", pytest.param("horovodrun", marks=pytest.mark.exhaustive)])
 def test_ranks_share_the_cores_of_their_host_however_they_are_bound(rank_facts: RankFacts, launcher: str) -> None:
     """Under srun with task/affinity each rank sees its own cores only, and they are not divided once more."""
     here = sorted(os.sched_getaffinity(0))
@@ -82,7 +82,7 @@ def test_sparse_gradients_are_gathered_with_each_row_once(rank_facts: RankFacts,
         assert sorted(facts["sparse_rows"]) == list(range(np + 2))
 
 
-WITH_ADASUM = [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)]
+WITH_ADASUM = [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WITH_ADASUM)

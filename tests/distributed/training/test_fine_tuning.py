@@ -119,7 +119,7 @@ def test_an_optimizer_whose_slots_begin_as_weights_begins_with_those_given(
     assert all(np.allclose(found[name], before[name], atol=1e-5) for name in ("first.kernel", "second.kernel"))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_same_weights_come_from_a_run_from_files_and_from_a_function(
     start: Start, here: Path, tmp_path: Path
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_run_that_resumes_does_not_read_its_source_again(start: Start, here: P
     assert "not those of" in done(start(words, out="parts", command=("plan",)))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing(
     start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]
 ) -> None:
@@ -294,7 +294,7 @@ ONE_MORE = {"no Keras file", "no weights file", "another shape in a run", "exclu
 ONE_MORE |= {"no regular expression", "LoRA of nothing", "a factor in words", "a factor of nothing"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in ONE_MORE)) for n in WRONG])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in ONE_MORE)) for n in WRONG])
 def test_a_mistake_is_one_line_before_training(start: Start, here: Path, name: str) -> None:
     words, expected = WRONG[name]
     finished = start([word.format(here=here) if "{here}" in word else word for word in words])

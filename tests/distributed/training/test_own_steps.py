@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import RankFacts
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 
 WAYS = [("mpirun", 2), ("mpirun", 3)]
 

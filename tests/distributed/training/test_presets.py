@@ -16,7 +16,7 @@ FOUND = importlib.util.find_spec("keras_hub")
 if FOUND is None or FOUND.origin is None:
     pytest.skip("needs keras_hub", allow_module_level=True)
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 
 MAKE = """
 import sys

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, metrics_of, run_process, summary_of, train
 
-WAYS = [pytest.param("none", 1, marks=pytest.mark.long), ("srun", 2)]
+WAYS = [pytest.param("none", 1, marks=pytest.mark.exhaustive), ("srun", 2)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -130,7 +130,7 @@ def products(stdout: str) -> set[tuple[str, str]]:
     return {(name(match), match["device"]) for match in line.finditer(stdout)}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_s3_runs_its_stages_on_different_devices_of_every_rank(cut_run: tuple[Finished, Path]) -> None:
     finished, _ = cut_run
     assert finished.returncode == 0, finished.text
@@ -147,7 +147,7 @@ def test_s3_runs_its_stages_on_different_devices_of_every_rank(cut_run: tuple[Fi
         }
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_s3_uncut_runs_on_one_device(uncut_run: tuple[Finished, Path]) -> None:
     finished, _ = uncut_run
     assert finished.returncode == 0, finished.text
@@ -156,7 +156,7 @@ def test_s3_uncut_runs_on_one_device(uncut_run: tuple[Finished, Path]) -> None:
     assert {device for _, device in found} == {"CPU:0"}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_s3_on_two_ranks_trains_like_the_whole_model_on_one(
     cut_run: tuple[Finished, Path], uncut_run: tuple[Finished, Path]
 ) -> None:
@@ -166,7 +166,7 @@ def test_s3_on_two_ranks_trains_like_the_whole_model_on_one(
     assert cut[-1] < cut[0]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_stages_goes_on_uncut_on_one_rank(
     cut_run: tuple[Finished, Path], mlp_samples: list[str], tmp_path: Path
 ) -> None:

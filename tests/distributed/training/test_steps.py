@@ -7,10 +7,10 @@ import pytest
 from conftest import RankFacts
 
 WAYS = [
-    pytest.param("none", 1, marks=pytest.mark.long),
+    pytest.param("none", 1, marks=pytest.mark.exhaustive),
     ("srun", 2),
-    pytest.param("mpirun", 3, marks=pytest.mark.long),
-    pytest.param("mpirun", 4, marks=pytest.mark.long),
+    pytest.param("mpirun", 3, marks=pytest.mark.exhaustive),
+    pytest.param("mpirun", 4, marks=pytest.mark.exhaustive),
 ]
 
 

@@ -10,7 +10,7 @@ from conftest import RankFacts, run_process
 
 WAYS = [("none", 1), ("srun", 2), ("mpirun", 3), ("mpirun", 4)]
 
-pytestmark = pytest.mark.long  # test_differential.py holds one against fit
+pytestmark = pytest.mark.exhaustive  # test_differential.py holds one against fit
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)

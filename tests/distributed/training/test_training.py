@@ -63,7 +63,8 @@ print(json.dumps(history.history["loss"]))
 
 
 @pytest.mark.parametrize(
-    ("launcher", "np"), [("none", 1), ("horovodrun", 2), pytest.param("horovodrun-default", 4, marks=pytest.mark.long)]
+    ("launcher", "np"),
+    [("none", 1), ("horovodrun", 2), pytest.param("horovodrun-default", 4, marks=pytest.mark.exhaustive)],
 )
 def test_n_ranks_train_like_one_and_like_plain_keras(
     base_config: Path, plain_keras_losses: list[float], tmp_path: Path, launcher: str, np: int
@@ -133,7 +134,7 @@ def test_a_run_that_began_at_a_path_keeps_its_steps_if_it_is_given_again_after_a
     assert not list((branch / "checkpoints").glob("*.abandoned"))
 
 
-@pytest.mark.long  # see test_leaving
+@pytest.mark.exhaustive  # see test_leaving
 @pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2)])
 def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     base_config: Path, tmp_path: Path, launcher: str, np: int
@@ -166,7 +167,7 @@ def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     assert summary_of(whole)["weights_sha256"] == summary_of(branch)["weights_sha256"]
 
 
-@pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.exhaustive)])
 def test_evaluation_is_that_of_one_process(
     digits: Path, base_config: Path, tmp_path: Path, launcher: str, np: int
 ) -> None:

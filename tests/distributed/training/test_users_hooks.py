@@ -177,7 +177,7 @@ def on_digits(digits: Path) -> list[str | Path]:
 @pytest.mark.parametrize(
     ("hook", "raised"),
     [
-        pytest.param("fail_while_others_meet", "ValueError: the hook has slipped", marks=pytest.mark.long),
+        pytest.param("fail_while_others_meet", "ValueError: the hook has slipped", marks=pytest.mark.exhaustive),
         ("quit_while_others_meet", "SystemExit: 0"),
     ],
 )

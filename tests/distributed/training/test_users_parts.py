@@ -151,7 +151,7 @@ def test_the_transformer_learns_and_padding_has_no_influence(tmp_path: Path) -> 
     assert np.allclose(short, long, atol=1e-5 * np.abs(short).max())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_imagenet_config_runs_on_made_images(tmp_path: Path) -> None:
     run(tmp_path, ["prepare", "imagenet-samples", "--records", "64", "--eval-records", "8", "--out", "data/imagenet"])
     config = yaml.safe_load((PROJECT / "configs" / "imagenet_resnet50.yaml").read_text())

@@ -81,7 +81,7 @@ def test_weights_and_slots_are_compared_and_nothing_else() -> None:
     assert largest_difference(first, {**first, "model/a": np.array([0.0, np.nan, 0.0])}) == np.inf
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("tiny", "scaled", "taken"), [(False, False, "uint8"), (True, True, "float32")])
 def test_images_are_taken_as_bytes_or_as_floats(tiny: bool, scaled: bool, taken: str) -> None:
     model = network(32, tiny=tiny, scaled=scaled)
@@ -143,7 +143,7 @@ def test_a_step_that_takes_too_long_fails_the_day(tmp_path: Path) -> None:
     assert results_in(tmp_path)["doctor"]["status"] == "failed: not done after 1 s"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_all_steps_run_on_cpus(tmp_path: Path) -> None:
     finished = shell(SCRIPT, "--cpu", "--out", tmp_path, "--minutes", "110", "--patience", "20")
     assert finished.returncode == 0, finished.text

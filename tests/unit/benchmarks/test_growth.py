@@ -123,7 +123,7 @@ def test_bad_words_are_one_line(
     assert expected in line
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_three_numbers_of_ranks_are_measured_and_fitted() -> None:
     words = ["--np", "1,2,3", "--rounds", "1", "--seconds", "0.5", "--json"]
     finished = run_process([sys.executable, str(PROJECT / "benchmarks" / "growth.py"), *words])

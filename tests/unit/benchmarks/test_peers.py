@@ -82,7 +82,7 @@ def test_bad_words_are_one_line(
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("system", "steps"), [("convnet", 100), ("mlp", 2000)])
 def test_stock_horovod_and_tf_distribute_run_beside_this_project(system: str, steps: int) -> None:
     names = [word for name in ("over gloo", "MultiWorker") for word in ("--only", name)]
@@ -92,7 +92,7 @@ def test_stock_horovod_and_tf_distribute_run_beside_this_project(system: str, st
     assert firsts == ["this", "this", "stock", *tuned, "tf.distribute"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_one_rank_runs_beside_a_loop_of_tensorflow() -> None:
     assert list(measured("--np", "1", "--system", "mlp", "--steps", "2000")) == [BARE, OURS]
 

@@ -189,7 +189,7 @@ def test_bench_input_shows_what_a_late_store_gives(data: Path, capsys: pytest.Ca
         run(bench, "input", data / "train", *turns, "--delay-ms", -1)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_bench_input_compares_jpegs_with_what_decodes_no_more_than_a_box(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -314,7 +314,7 @@ assert plan_model.build(config, None) == (None, [])
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_what_the_shipped_configs_name_can_be_built(path: Path, tmp_path: Path) -> None:
     """Each in a process of its own: a process that has used TensorFlow cannot cut its CPU into several devices."""

@@ -162,7 +162,7 @@ def test_a_setting_that_nothing_reads_is_found(jobs: dict[str, list[Job]]) -> No
         assert_all_are_used([job])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_each_setting_is_read_beside_each_other_one(tmp_path: Path) -> None:
     accepted = (pair for pair in PAIRS if not is_refused_when_built(pair) and refusal(merged(pair)) is None)
     assert_all_are_used(run(tmp_path, map(merged, cover(accepted))))

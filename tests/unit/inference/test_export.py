@@ -49,7 +49,9 @@ for file in sorted(pathlib.Path.cwd().glob("*.keras")):
 """
 
 
-@pytest.mark.parametrize("names", [set(MODELS) - {"resnet50"}, pytest.param({"resnet50"}, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "names", [set(MODELS) - {"resnet50"}, pytest.param({"resnet50"}, marks=pytest.mark.exhaustive)]
+)
 def test_our_models_load_where_there_is_tensorflow_alone(tmp_path: Path, names: set[str]) -> None:
     rng = np.random.default_rng(0)
     for name in sorted(names):

@@ -2,7 +2,7 @@
 ends with one line.
 
 The calls fail at libc's border (tests/faults/shim.c), so TensorFlow's writers are met too. First a run without faults
-notes every call; then each call fails in a run of its own. Whole runs and ranks are the long ones: an hour or two all
+notes every call; then each call fails in a run of its own. Whole runs and ranks are exhaustive: an hour or two all
 together. FAULTS=40 in the environment tries so many of each, drawn at random.
 """
 
@@ -94,7 +94,7 @@ def test_failures_that_are_ignored_and_half_a_checkpoint_are_found(try_faults: T
     assert all("a traceback" in said for said in sends)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
@@ -128,13 +128,13 @@ def test_some_calls_of_a_run_on_a_bad_or_full_disk(try_faults: TryFaults) -> Non
     assert_none(try_faults("train", **DISK, at_most=4, lanes=2))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["train", "resume"])
 def test_every_call_of_a_run_on_a_bad_or_full_disk(try_faults: TryFaults, name: str) -> None:
     assert_none(try_faults(name, **DISK, lanes=2))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["train", "resume", "rewind"])
 def test_every_file_of_whole_runs(try_faults: TryFaults, name: str) -> None:
     """The first and the last call of each kind on each file; each alone and from then on."""
@@ -142,7 +142,7 @@ def test_every_file_of_whole_runs(try_faults: TryFaults, name: str) -> None:
     assert_none(try_faults(name, per_place=2, faults="turns", about=about, lanes=2))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_every_message_of_the_watchdogs_with_every_error(try_faults: TryFaults) -> None:
     """The first and the last of each kind on each rank."""
     reports = try_faults(*(f"watch: {name}" for name in WATCHED), per_place=2, faults="all", lanes=LANES)
@@ -153,12 +153,12 @@ def test_every_message_of_the_watchdogs_with_every_error(try_faults: TryFaults) 
     assert_none(reports)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_everything_that_ranks_send_to_find_each_other(try_faults: TryFaults) -> None:
     assert_none(try_faults("start", per_place=None, faults="turns", lanes=LANES))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["done", "a rank fails", "SIGTERM"])
 def test_every_message_of_two_ranks(try_faults: TryFaults, name: str) -> None:
     assert_none(try_faults(f"ranks: {name}", per_place=1, faults="one", lanes=2))

@@ -98,7 +98,7 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it() -> None
         import_extra("nowhere.images", "images", "prepare images")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_without_horovod_one_line_says_how_to_install_it() -> None:
     script = (
         "import sys; sys.modules['horovod'] = None; from horovod_train.main import main; sys.exit(main(['doctor']))"
@@ -109,7 +109,7 @@ def test_without_horovod_one_line_says_how_to_install_it() -> None:
     assert finished.stderr.count("\n") == 1
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_wheel_holds_the_package_alone_and_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = archive.namelist()
@@ -120,7 +120,7 @@ def test_a_wheel_holds_the_package_alone_and_its_metadata(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_wheel_trains_without_arguments(wheel: Path, tmp_path: Path) -> None:
     """In an empty folder, on data that it makes itself."""
     for name in ("wheel", "here"):
@@ -135,7 +135,7 @@ def test_a_wheel_trains_without_arguments(wheel: Path, tmp_path: Path) -> None:
     assert summary["eval"]["accuracy"] > 0.95
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_wheel_in_a_clean_environment_installs_horovod_and_trains_on_two_ranks(wheel: Path, tmp_path: Path) -> None:
     """Outside the checkout. Horovod is the one that `make install` has compiled: compiling is not what is tried."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
