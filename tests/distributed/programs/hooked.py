@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ def tracked(run_dir: Path) -> dict[str, Any]:
 
 
 EPOCHS = 4
-PLATEAU = {"name": "ReduceLROnPlateau", "options": {"factor": 0.1, "patience": 1, "min_delta": 10.0}}
 
 
 def called_back(name: str, callbacks: list[Any], *words: str) -> dict[str, Any]:
@@ -68,48 +66,13 @@ def called_back(name: str, callbacks: list[Any], *words: str) -> dict[str, Any]:
     return {"code": code, "told": list(user_callbacks.told), **told}
 
 
-def resumed(name: str, callbacks: list[Any], *words: str, stop: str = "stop_at_12") -> dict[str, Any]:
-    """Of a run that was stopped after 12 steps, in its third epoch, or where `stop` says."""
-    words += (f'hooks=["user_hooks:{stop}"]',)
-    first = called_back(name, callbacks, *words)
-    return {"stopped": first["told"], **called_back(name, callbacks, *words)}
-
-
-AVERAGED = ("data.shuffle=false", "model=user_models:vector", "lr_schedule.base_lr=0.3")
-OPTIMIZER = "optimizer={name: sgd, options: {momentum: 0.9, use_ema: true, ema_momentum: 0.8"
-NOTES = "user_callbacks:NotesWeights"
-SWAPPING = [{"name": "keras.callbacks:SwapEMAWeights", "options": {"swap_on_epoch": True}}, NOTES]
-MEAN = [NOTES, {"name": "documented:StochasticAverage", "options": {"first": 2}}]
-CYCLICAL = (*AVERAGED, "optimizer=sgd", "lr_schedule.decay=documented:cyclical")
-
-
-def write_documented(folder: Path) -> None:
-    """Make a module `documented` of what docs/models.md shows for SWA."""
-    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    (shown,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "StochasticAverage" in block]
-    folder.mkdir()
-    (folder / "documented.py").write_text(f"import keras\nimport numpy as np\n\n\n{shown}")
-    sys.path.insert(0, str(folder))
-
-
-write_documented(OUT / f"documented-{RANK}")
-leave(
-    RANK,
-    {
+if __name__ == "__main__":
+    facts = {
         "without": run("without"),
         "noted": run("noted", "note", "note_every_5"),
         "stopped": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
         "resumed": run("stopped", "stop_at_6", "note", trackers=TRACKERS, timeline=True),
         "tracked": tracked(OUT / "stopped"),
-        "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
-        "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"]),
-        "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
-        "averaged": called_back("averaged", SWAPPING, *AVERAGED, OPTIMIZER + "}}"),
-        "averaged, resumed": resumed("averaged, resumed", SWAPPING, *AVERAGED, OPTIMIZER + "}}", stop="stop_at_10"),
-        "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
-        "mean": called_back("mean", MEAN, *CYCLICAL),
-        "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL),
-        "runs": str(OUT),
         "apart": called_back("apart", ["user_callbacks:KnowsItsRank"]),
-    },
-)
+    }
+    leave(RANK, facts)

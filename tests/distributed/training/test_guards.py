@@ -10,7 +10,6 @@ from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of,
 from horovod_train.checkpoint.tensors import verify
 
 
-@pytest.mark.exhaustive
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["codes"] == [0, 0]
@@ -21,12 +20,11 @@ def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_fact
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("guard", ["seeds", "slots", "averages", "place in the data", "own average of the loss"])
 def test_without_one_guard_it_ends_elsewhere(rank_facts: RankFacts, guard: str) -> None:
-    root, _ = rank_facts("unguarded", "mpirun", 2)
+    root, _ = rank_facts("unguarded_more", "mpirun", 2)
     assert root["resumed"][guard] == 0
     assert root["ends"][guard] != root["whole"]
 
 
-@pytest.mark.exhaustive
 def test_without_the_broadcast_ranks_hold_different_weights_and_the_check_sees_it(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["answers"]["all on"] == 1
@@ -35,7 +33,7 @@ def test_without_the_broadcast_ranks_hold_different_weights_and_the_check_sees_i
 
 @pytest.mark.exhaustive
 def test_late_and_local_exchange_go_on_where_they_were(rank_facts: RankFacts) -> None:
-    root, _ = rank_facts("unguarded", "mpirun", 2)
+    root, _ = rank_facts("unguarded_more", "mpirun", 2)
     for mode in ("stale", "local"):
         whole, parts, _ = root[mode]
         assert whole == parts

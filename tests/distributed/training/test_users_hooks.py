@@ -47,7 +47,7 @@ def test_a_run_that_a_hook_has_stopped_resumes_where_it_stopped(rank_facts: Rank
 
 
 def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: RankFacts) -> None:
-    one, other = (facts["called back"] for facts in rank_facts("hooked", *WAY))
+    one, other = (facts["called back"] for facts in rank_facts("called_back", *WAY))
     assert one["code"] == other["code"] == 0
     assert one["told"] == other["told"]
     epoch = [("epoch begins", 0), ("evaluated", None), ("epoch ends", 0)]
@@ -62,12 +62,12 @@ def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: 
 
 def test_a_learning_rate_on_a_plateau_falls_on_all_ranks(rank_facts: RankFacts) -> None:
     """Nothing is better by 10, so that it falls after each epoch but the first."""
-    root, _ = rank_facts("hooked", *WAY)
+    root, _ = rank_facts("called_back", *WAY)
     assert root["called back"]["train"]["learning_rate"] == pytest.approx(0.001 * 0.1**2)
 
 
 def test_callbacks_have_their_state_after_a_resume(rank_facts: RankFacts) -> None:
-    root, other = rank_facts("hooked", *WAY)
+    root, other = rank_facts("called_back", *WAY)
     whole, again = root["called back"], root["resumed, called back"]
     assert again["weights_sha256"] == whole["weights_sha256"] is not None
     assert [what for what, *_ in again["stopped"]][-2:] == ["epoch begins", "end"]
@@ -105,7 +105,7 @@ def same_as_fit(found: list[list[Any]], fit: Fitted) -> None:
 
 def test_averages_are_swapped_as_fit_does(rank_facts: RankFacts) -> None:
     """Evaluations and what comes after SwapEMAWeights see the averages, training the weights; the same on all ranks."""
-    one, other = (facts["averaged"] for facts in rank_facts("hooked", *WAY))
+    one, other = (facts["averaged"] for facts in rank_facts("called_back", *WAY))
     assert one["code"] == other["code"] == 0
     assert one["told"] == other["told"]
     fit = fitted(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
@@ -116,7 +116,7 @@ def test_averages_are_swapped_as_fit_does(rank_facts: RankFacts) -> None:
 
 def test_what_is_exported_is_what_fit_ends_with(rank_facts: RankFacts) -> None:
     """And the trained weights, with which it resumes, are there too."""
-    root, _ = rank_facts("hooked", *WAY)
+    root, _ = rank_facts("called_back", *WAY)
     keras.utils.clear_session()  # names as in the run
     model = user_models.vector()
     found = open_checkpoint(str(Path(root["runs"]) / "averaged"), "--checkpoint")
@@ -129,7 +129,7 @@ def test_what_is_exported_is_what_fit_ends_with(rank_facts: RankFacts) -> None:
 
 
 def test_averages_resume_bit_for_bit_at_the_end_of_an_epoch(rank_facts: RankFacts) -> None:
-    root, _ = rank_facts("hooked", *WAY)
+    root, _ = rank_facts("called_back", *WAY)
     whole, again = root["averaged"], root["averaged, resumed"]
     assert again["weights_sha256"] == whole["weights_sha256"] is not None
     assert again["told"][-3:] == whole["told"][-3:]
@@ -138,18 +138,18 @@ def test_averages_resume_bit_for_bit_at_the_end_of_an_epoch(rank_facts: RankFact
 
 def test_weights_are_overwritten_with_averages_as_fit_does(rank_facts: RankFacts) -> None:
     """Without SwapEMAWeights evaluations see the weights, and the end the averages."""
-    root, _ = rank_facts("hooked", *WAY)
+    root, _ = rank_facts("called_back", *WAY)
     same_as_fit(root["overwritten"]["told"], fitted(ema_overwrite_frequency=3))
 
 
 def test_a_run_can_end_with_the_mean_of_its_last_epochs(rank_facts: RankFacts) -> None:
     """By the callback that the docs show; with a cyclical rate, and resumed in the third epoch."""
-    root, other = (facts["mean"] for facts in rank_facts("hooked", *WAY))
+    root, other = (facts["mean"] for facts in rank_facts("called_back", *WAY))
     assert root["told"] == other["told"]
     ends = [np.array(weights[:-1]) for what, _, weights in root["told"] if what == "epoch ends"]
     assert root["told"][-1][2][:-1] == pytest.approx(np.mean(ends[1:], axis=0), abs=1e-6)
     assert np.abs(ends[-1] - np.mean(ends[1:], axis=0)).max() > 1e-3
-    again = rank_facts("hooked", *WAY)[0]["mean, resumed"]
+    again = rank_facts("called_back", *WAY)[0]["mean, resumed"]
     assert again["weights_sha256"] == root["weights_sha256"] is not None
 
 
@@ -159,7 +159,7 @@ def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_
 
 def test_stop_training_on_one_rank_stops_all_at_this_step(rank_facts: RankFacts) -> None:
     """A callback that is told of batches is told of each, though several steps are one call."""
-    found = [facts["stopped by one"] for facts in rank_facts("hooked", *WAY)]
+    found = [facts["stopped by one"] for facts in rank_facts("called_back", *WAY)]
     assert [facts["code"] for facts in found] == [0, 0]
     assert found[0]["steps"] == 7
     assert found[0]["ended"] == "a callback has set model.stop_training"

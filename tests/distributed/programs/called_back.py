@@ -1,0 +1,54 @@
+"""Runs with Keras callbacks, all in one process on each rank: called_back.py OUT."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from facts import leave
+from hooked import OUT, RANK, called_back
+
+PLATEAU = {"name": "ReduceLROnPlateau", "options": {"factor": 0.1, "patience": 1, "min_delta": 10.0}}
+
+
+def resumed(name: str, callbacks: list[Any], *words: str, stop: str = "stop_at_12") -> dict[str, Any]:
+    """Of a run that was stopped after 12 steps, in its third epoch, or where `stop` says."""
+    words += (f'hooks=["user_hooks:{stop}"]',)
+    first = called_back(name, callbacks, *words)
+    return {"stopped": first["told"], **called_back(name, callbacks, *words)}
+
+
+AVERAGED = ("data.shuffle=false", "model=user_models:vector", "lr_schedule.base_lr=0.3")
+OPTIMIZER = "optimizer={name: sgd, options: {momentum: 0.9, use_ema: true, ema_momentum: 0.8"
+NOTES = "user_callbacks:NotesWeights"
+SWAPPING = [{"name": "keras.callbacks:SwapEMAWeights", "options": {"swap_on_epoch": True}}, NOTES]
+MEAN = [NOTES, {"name": "documented:StochasticAverage", "options": {"first": 2}}]
+CYCLICAL = (*AVERAGED, "optimizer=sgd", "lr_schedule.decay=documented:cyclical")
+
+
+def write_documented(folder: Path) -> None:
+    """Make a module `documented` of what docs/models.md shows for SWA."""
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    (shown,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "StochasticAverage" in block]
+    folder.mkdir()
+    (folder / "documented.py").write_text(f"import keras\nimport numpy as np\n\n\n{shown}")
+    sys.path.insert(0, str(folder))
+
+
+write_documented(OUT / f"documented-{RANK}")
+leave(
+    RANK,
+    {
+        "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
+        "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"]),
+        "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
+        "averaged": called_back("averaged", SWAPPING, *AVERAGED, OPTIMIZER + "}}"),
+        "averaged, resumed": resumed("averaged, resumed", SWAPPING, *AVERAGED, OPTIMIZER + "}}", stop="stop_at_10"),
+        "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
+        "mean": called_back("mean", MEAN, *CYCLICAL),
+        "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL),
+        "runs": str(OUT),
+    },
+)
