@@ -112,6 +112,7 @@ def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.
     assert expected in line
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_told_of_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "scaling", "--config", CONFIG, f"data.train={tmp_path / 'none'}", "--np", "1", "--rounds", "1"]
     assert main(words) != 0

@@ -105,7 +105,8 @@ def call(python: str, tmp_path: Path) -> Callable[..., Finished]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "texts" else [pytest.mark.exhaustive]) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.long if kind == "texts" else pytest.mark.exhaustive) for kind in KINDS],
 )
 def test_from_data_to_a_model_in_use(kind: str, call: Callable[..., Finished], tmp_path: Path) -> None:
     make, words, found = KINDS[kind]
@@ -186,6 +187,7 @@ def test_what_it_cannot_use_is_one_line_and_leaves_nothing(words: list[str], lin
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv", "nan.csv"]
 
 
+@pytest.mark.long
 def test_words_are_found_as_the_layer_finds_them(tmp_path: Path) -> None:
     """Capitals of other alphabets stay, and a no-break space parts no words: as the layer has it, which reads them."""
     texts = ["Über uns!", "Привет, мир", "ÉCOLE\u00a0Été café", "Plain ENGLISH\tWords"]
@@ -209,6 +211,7 @@ def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "model.py").read_text() == "mine = 1\n"
 
 
+@pytest.mark.long
 def test_a_text_that_is_no_class_is_named(call: Callable[..., Finished], tmp_path: Path) -> None:
     make_species(tmp_path)
     call("init", "table", "penguins.csv")

@@ -94,6 +94,7 @@ def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, l
     assert figures["weights"] == "ema"
 
 
+@pytest.mark.long
 def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None:
     """The negative of the above; and `best` and a path name the checkpoints that they should."""
     rows = metrics_of(run_dir, "eval")
@@ -137,6 +138,7 @@ def test_predictions_are_those_of_the_records(digits: Path, run_dir: Path, predi
     assert (np.roll(predicted, 1, axis=0).argmax(axis=1) == labels).mean() < right.mean() - 0.2
 
 
+@pytest.mark.long
 def test_records_without_targets_can_be_predicted(
     digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path
 ) -> None:
@@ -184,6 +186,7 @@ BAD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, name: str) -> None:
     words, expected = BAD[name]
@@ -198,6 +201,7 @@ def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, name: str) -> 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_named_once_by_all_ranks(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir / "checkpoints" / "step-000000015", tmp_path / "step-000000015")
     (victim,) = (tmp_path / "step-000000015").glob("*.data-*")

@@ -84,6 +84,7 @@ def test_what_is_wrong_is_raised_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_call_without_its_guard_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import horovod_train\nhorovod_train.run(print, np=2, use_gloo=True)\n")

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from conftest import Finished, metrics_of, train
 
+pytestmark = pytest.mark.long
+
+
 CONFIG = """
 data: {{train: {here}/t.csv, eval: {here}/t.csv, targets: y, weight: w, global_batch_size: 20}}
 model: user_models:sum_of_features

@@ -49,6 +49,7 @@ def test_a_bad_record_is_named(digits: Path, tmp_path: Path, np: int) -> None:
     assert f"eval/{victim.name}: record 1 at byte {first}: its data does not match" in error_of(tmp_path, np)
 
 
+@pytest.mark.long
 def test_an_image_that_cannot_be_decoded_is_not_looked_for_in_the_training_data(tmp_path: Path) -> None:
     out = io.BytesIO()
     Image.fromarray(np.full((28, 28), 99, np.uint8)).save(out, "JPEG")

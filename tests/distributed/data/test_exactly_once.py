@@ -63,6 +63,7 @@ def assert_once(found: dict[int, Counter[int]], epochs: int) -> None:
         assert (len(missing), len(twice)) == (0, 0), f"epoch {epoch}"
 
 
+@pytest.mark.long
 def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path) -> None:
     words = ["--config", config, "--output-dir", tmp_path / "run", "train.epochs=2"]
     finished = train(words, launcher="mpirun", np=4)

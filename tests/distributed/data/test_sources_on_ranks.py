@@ -67,7 +67,10 @@ def as_class(folder: Path, arrays: Arrays) -> str:
 
 
 Store = Callable[[Path, Arrays], str]
-FORMS = [as_hdf5, *(pytest.param(form, marks=pytest.mark.exhaustive) for form in (as_npy, as_parquet, as_class))]
+FORMS = [
+    pytest.param(as_hdf5, marks=pytest.mark.long),
+    *(pytest.param(form, marks=pytest.mark.exhaustive) for form in (as_npy, as_parquet, as_class)),
+]
 
 
 @pytest.mark.parametrize("store", FORMS)
@@ -153,6 +156,7 @@ def test_the_weights_are_those_of_tfrecords_of_the_same_records(digits: Path, ar
     assert weights["arrays"] == weights["records"]
 
 
+@pytest.mark.long
 def test_a_torn_record_is_named_on_all_ranks_or_left_out(arrays: Arrays, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(as_class(tmp_path, arrays))
@@ -169,6 +173,7 @@ def test_a_torn_record_is_named_on_all_ranks_or_left_out(arrays: Arrays, tmp_pat
     assert (epoch.records, epoch.skipped, epoch.missing) == (RECORDS - 1, [1000], [])
 
 
+@pytest.mark.long
 def test_files_that_changed_before_a_resume_are_named(arrays: Arrays, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(as_npy(tmp_path, arrays))
@@ -181,6 +186,7 @@ def test_files_that_changed_before_a_resume_are_named(arrays: Arrays, tmp_path: 
     assert "of an epoch of other data: data.train now has other content in arrays than the checkpoint" in line
 
 
+@pytest.mark.long
 def test_other_data_on_one_rank_is_named(arrays: Arrays, tmp_path: Path) -> None:
     """The second rank has its own folder, with a file of the same name."""
     ranks: list[str] = []

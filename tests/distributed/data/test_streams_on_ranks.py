@@ -41,7 +41,7 @@ def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path
     assert found[3][0] != pytest.approx(found[3][1], rel=1e-3), "two sets of records, so the figures can differ"
 
 
-@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("np", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_model_trains_by_its_own_step_as_by_ours(tmp_path: Path, np: int) -> None:
     """On uneven streams: steps that few records fill, or none, and of three ranks one without any."""
     found = {}

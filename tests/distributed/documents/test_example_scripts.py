@@ -18,7 +18,10 @@ def last_figure(script: str) -> float:
 
 @pytest.mark.parametrize(
     "script",
-    ["fit", "elastic", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tape", "data_service"))],
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fit", "elastic")),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tape", "data_service")),
+    ],
 )
 def test_scripts_that_classify_digits_learn_to(script: str) -> None:
     assert last_figure(script) > 0.85
@@ -29,6 +32,7 @@ def test_the_model_with_its_own_step_reproduces_digits() -> None:
     assert last_figure("train_step") < 0.06  # 0.14 is the variance of the pixels
 
 
+@pytest.mark.long
 def test_the_two_optimizers_of_the_gan_train() -> None:
     assert 0.3 < last_figure("gan") < 1.38  # 1.386 is a discriminator that knows nothing
 

@@ -58,6 +58,7 @@ def _events(path: Path) -> list[Any]:
     return [tf.compat.v1.Event.FromString(record) for record in records]
 
 
+@pytest.mark.long
 def test_mlp_synchronous_logs_steps_speed_and_devices_and_learns(start: Start, samples: Path) -> None:
     run_dir, finished = start(samples, "mlp_synchronous", "train.epochs=20", "device.log_placement=true")
     rows = metrics_of(run_dir, "train")
@@ -69,6 +70,7 @@ def test_mlp_synchronous_logs_steps_speed_and_devices_and_learns(start: Start, s
     assert "device:CPU:0" in finished.stdout + finished.stderr  # where each op was placed
 
 
+@pytest.mark.long
 def test_mlp_asynchronous_ranks_part_between_averages_and_learn(start: Start, samples: Path) -> None:
     run_dir, _ = start(samples, "mlp_synchronous mlp_asynchronous", "train.epochs=20")
     rows = metrics_of(run_dir, "train")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from conftest import RankFacts
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("what", ["batch_norm", "one_name"])
 def test_exchanges_of_two_models_are_not_mixed_up(rank_facts: RankFacts, what: str) -> None:

@@ -93,7 +93,12 @@ USERS_CODE: list[Any] = [
     pytest.param(
         ["data.source=user_faults:Source"], "AttributeError: 'dict' object has", id="source", marks=EXHAUSTIVE
     ),
-    pytest.param(["model=user_faults:by_text", "jit_compile=true"], "jit_compile: true, but XLA cannot", id="XLA"),
+    pytest.param(
+        ["model=user_faults:by_text", "jit_compile=true"],
+        "jit_compile: true, but XLA cannot",
+        id="XLA",
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -126,6 +131,7 @@ def attempt(here: Path, words: list[str], **options: Any) -> str:
     return finished.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BEFORE_TENSORFLOW)
 def test_named_before_tensorflow_is_loaded(here: Path, name: str, tmp_path: Path) -> None:
     words, expected = BEFORE_TENSORFLOW[name]
@@ -135,6 +141,7 @@ def test_named_before_tensorflow_is_loaded(here: Path, name: str, tmp_path: Path
     assert expected.format(here=here) in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITH_TENSORFLOW)
 def test_named_before_the_first_step(here: Path, name: str) -> None:
     words, expected = WITH_TENSORFLOW[name]
@@ -173,6 +180,7 @@ def test_one_line_from_several_ranks_and_none_is_left(here: Path, launcher: str,
     assert expected in said[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "np_", "expected"),
     [
@@ -186,11 +194,13 @@ def test_adasum_where_there_is_none(here: Path, launcher: str, np_: int, expecte
     assert said.endswith(f"error: horovod.op: {expected}")
 
 
+@pytest.mark.long
 def test_fewer_records_than_ranks_in_a_batch(here: Path) -> None:
     stderr = attempt(here, ["data.global_batch_size=1"], launcher="mpirun", np=2)
     assert "data.global_batch_size must be at least the number of ranks (2); received 1" in stderr
 
 
+@pytest.mark.long
 def test_a_command_that_is_none_is_answered_with_one_that_is() -> None:
     finished = train(["evalute", "runs/x"])
     assert finished.returncode == 2

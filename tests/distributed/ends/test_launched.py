@@ -234,6 +234,7 @@ def test_ranks_train_together_under_other_launchers(
     assert f"2 rank(s) on 1 host(s), launcher {launcher}, exchange over gloo" in ends[0][1]
 
 
+@pytest.mark.long
 def test_ranks_with_different_secrets_do_not_meet(digits: Path, tmp_path: Path) -> None:
     def secrets(rank: int, port: int) -> dict[str, str]:
         words = {"HOROVOD_TRAIN_TOKEN": f"secret {rank}", "HOROVOD_START_TIMEOUT": "2"}
@@ -249,6 +250,7 @@ def test_ranks_with_different_secrets_do_not_meet(digits: Path, tmp_path: Path) 
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.long
 def test_evaluators_and_ranks_without_a_secret_are_refused_in_one_line(tmp_path: Path) -> None:
     def evaluator(rank: int, port: int) -> dict[str, str]:
         cluster = {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]}
@@ -328,6 +330,7 @@ with open(f"{sys.argv[1]}/{os.environ['HOROVOD_TRAIN_RANK']}.json", "w") as file
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sets", ["static", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
 def test_ranks_that_shut_horovod_down_meet_again(tmp_path: Path, sets: str) -> None:
     (tmp_path / "again.py").write_text(AGAIN)

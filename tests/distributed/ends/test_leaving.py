@@ -210,7 +210,7 @@ def kill_one(job: Job, np: int, run_dir: Path, moment: str, goal: int, rng: rand
     return in_save
 
 
-@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("np", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(config: Path, tmp_path: Path, np: int) -> None:
     """`make test-faults ROUNDS=25` does it more often."""
     rounds, rng = int(os.environ.get("ROUNDS", "1")), random.Random(f"{os.environ.get('FAULT_SEED', '1')} at {np}")
@@ -332,6 +332,7 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     assert metrics_of(run_dir, "train")[-1]["step"] == summary["steps"]
 
 
+@pytest.mark.long
 def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigint_ends_a_stuck_call(
     config: Path, tmp_path: Path
 ) -> None:
@@ -397,6 +398,7 @@ def test_a_rank_whose_clock_is_wrong_is_named_and_does_not_end_the_run(
     assert summary_of(tmp_path / "run")["seconds"] < 3000
 
 
+@pytest.mark.long
 def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: Path) -> None:
     """What on_train_end changes is in the checkpoint, once; and a run that a callback has ended does not train on."""
     run, stops = tmp_path / "run", "{name: user_callbacks:StopsAfter, options: {epoch: 0}}"
@@ -487,6 +489,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_checkpoint(
     config: Path, small_disk: Path
 ) -> None:
@@ -504,6 +507,7 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     assert again.returncode == 0, again.text
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_save_ends_on_the_rank_that_writes_and_is_explained_so(config: Path, tmp_path: Path) -> None:
     words = ["--config", config, "--output-dir", tmp_path / "run", "train.epochs=1000", "train.steps_per_call=5"]
     saving = ["hooks=[user_hooks:block_checkpoints]", "checkpoint.every_steps=5", "checkpoint.max_failed_saves=2"]

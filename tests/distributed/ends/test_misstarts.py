@@ -68,6 +68,7 @@ def test_ranks_meet_beside_a_stranger_on_their_port(tmp_path: Path) -> None:
     assert root["launcher_after"] == other["launcher_after"] == "srun"
 
 
+@pytest.mark.long
 def test_horovods_log_does_not_have_the_key_of_the_rendezvous(tmp_path: Path) -> None:
     """Horovod writes the address, which has the key, at these levels; and reads its level once."""
     secret: dict[str, Any] = {"HOROVOD_TRAIN_TOKEN": "secret"}
@@ -82,6 +83,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert "1 of 2 ranks have not reached localhost in time: 1." in facts["error"]
 
 
+@pytest.mark.long
 def test_a_root_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (facts,) = meet(tmp_path / "out", ["1"], HOROVOD_START_TIMEOUT="1")
     assert "rank 0 on localhost (127.0.0.1) does not answer rank 1 on localhost at port" in facts["error"]
@@ -122,6 +124,7 @@ def test_a_rank_that_fails_alone_before_the_ranks_meet_ends_all(
     assert re.match(said, line), finished.text
 
 
+@pytest.mark.long
 def test_ranks_that_mpi_does_not_bring_together_end_with_one_sentence(digits: Path, tmp_path: Path) -> None:
     """As under the mpirun of another MPI: two processes, and each is the only one in the MPI of Horovod."""
     config = tmp_path / "config.yaml"
@@ -161,6 +164,7 @@ def test_a_lonely_process_of_a_job_with_several_tasks_is_refused_before_tensorfl
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_the_trainer_is_not_elastic_and_writes_nothing(digits: Path, tmp_path: Path) -> None:
     elastic = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}
     arguments = ["--config", PROJECT / "configs" / "digits_convnet.yaml", "--output-dir", tmp_path / "run"]

@@ -16,7 +16,10 @@ OTHER_NAME = ["unshare", "--uts", "sh", "-c", 'hostname horovod-train.invalid &&
 """Runs a command with a name of this host that no resolver knows (RFC 6761). Needs root."""
 
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="gives the host another name")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="gives the host another name"),
+]
 
 
 def connected(out: Path, launch: list[str]) -> list[dict[str, Any]]:

@@ -228,6 +228,7 @@ OTHER_MODELS: dict[str, tuple[str, Rank, Prepare, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "order" else pytest.mark.exhaustive) for n in OTHER_MODELS]
 )
@@ -259,6 +260,7 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(summary_of(folder / "run")["weights_sha256"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in HARMLESS)])
 def test_what_may_differ_does_not_change_the_weights(digits: Path, tmp_path: Path, undisturbed: str, name: str) -> None:
     finished = launch(digits, tmp_path, Rank(), HARMLESS.get(name, ALL))

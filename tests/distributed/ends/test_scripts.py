@@ -31,6 +31,7 @@ def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> 
     assert own_lines(finished) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "trouble"), [("mpirun", "takes-its-time"), ("srun", "unwatched")])
 def test_a_script_that_takes_its_time_where_no_rank_waits_is_left_alone(
     tmp_path: Path, launcher: str, trouble: str
@@ -42,12 +43,14 @@ def test_a_script_that_takes_its_time_where_no_rank_waits_is_left_alone(
     assert own_lines(finished) == []
 
 
+@pytest.mark.long
 def test_a_process_alone_is_not_watched(tmp_path: Path) -> None:
     finished = run_process([*warm_python(), SCRIPT, str(tmp_path), "takes-its-time"])
     assert finished.returncode == 0, finished.text
     assert own_lines(finished) == []
 
 
+@pytest.mark.long
 def test_a_function_is_called_on_two_ranks_and_its_results_come_back(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     finished = run_process([sys.executable, str(PROGRAMS / "run_function.py"), str(results)])
@@ -55,6 +58,7 @@ def test_a_function_is_called_on_two_ranks_and_its_results_come_back(tmp_path: P
     assert json.loads(results.read_text()) == [[0, 2, 1.5], [1, 2, 1.5]]
 
 
+@pytest.mark.long
 def test_a_model_that_is_built_on_root_only_is_broadcast_after_the_first_batch(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "builds-on-root")
     assert finished.returncode == 0, finished.text
@@ -72,6 +76,7 @@ def test_ranks_with_different_numbers_of_rows_end_each_epoch_together(tmp_path: 
     assert "ran out of data" not in finished.stderr
 
 
+@pytest.mark.long
 def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "writes")
     assert finished.returncode == 0, finished.text
@@ -95,6 +100,7 @@ def test_a_killed_script_continues_from_roots_backup_as_if_it_had_not_been(tmp_p
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_after_the_same_batch(tmp_path: Path) -> None:
     """Also where one rank alone has TerminateOnNaN."""
     finished = run_script(tmp_path, "srun", "nan")
@@ -104,18 +110,21 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_after_the_same_batch(tm
     assert finished.stderr.count("the loss of rank 1 is not finite after batch 3; all ranks stop there.") == 1
 
 
+@pytest.mark.long
 def test_all_ranks_may_stop_within_an_epoch_though_root_alone_evaluates(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "stops")
     assert finished.returncode == 0, finished.text
     assert re.findall(r"^(\d+) steps", finished.stdout, re.MULTILINE) == ["3", "3"]
 
 
+@pytest.mark.long
 def test_a_callback_that_decides_may_be_on_one_rank_only(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "decides-alone")
     assert finished.returncode == 0, finished.text
     assert finished.stdout.count(": 4 epochs") == 2
 
 
+@pytest.mark.long
 def test_a_callback_that_would_stop_one_rank_decides_on_means_and_stops_all(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "decides")
     assert finished.returncode == 0, finished.text
@@ -125,8 +134,18 @@ def test_a_callback_that_would_stop_one_rank_decides_on_means_and_stops_all(tmp_
 @pytest.mark.parametrize(
     ("trouble", "code", "words"),
     [
-        ("decides-too-early", 2, "EarlyStopping must come after BroadcastGlobalVariablesCallback in callbacks"),
-        ("backs-up-too-early", 2, "BackupAndRestore must come after BroadcastGlobalVariablesCallback in callbacks"),
+        pytest.param(
+            "decides-too-early",
+            2,
+            "EarlyStopping must come after BroadcastGlobalVariablesCallback in callbacks",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "backs-up-too-early",
+            2,
+            "BackupAndRestore must come after BroadcastGlobalVariablesCallback in callbacks",
+            marks=pytest.mark.long,
+        ),
         ("forgets", 86, "ranks hold different weights: "),
     ],
 )
@@ -150,6 +169,7 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_all(tmp_path: Path) ->
     assert line.endswith("failed: ValueError: no luck on rank 1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Path, rank: int) -> None:
     command = [*launcher_command("srun", 3), *warm_python(), SCRIPT, str(tmp_path), f"leaves-{rank}"]
@@ -184,6 +204,7 @@ def test_ranks_that_enter_different_exchanges_are_named_with_them(tmp_path: Path
     assert said, finished.text
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named_on_its_host_and_the_others_end(tmp_path: Path) -> None:
     command = [*launcher_command("srun", 3), *warm_python(), SCRIPT, str(tmp_path), "trains-on"]
     with started(tmp_path, [command], 3) as job:

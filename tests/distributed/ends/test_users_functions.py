@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import Finished, train
 
+pytestmark = pytest.mark.long
+
+
 CONFIG = """
 data: {{train: {data}/train, global_batch_size: 96}}
 model: {{name: user_faults:downloads, options: {{file: {folder}/weights, fails: {fails}}}}}

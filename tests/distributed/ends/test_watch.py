@@ -125,6 +125,7 @@ def our_lines(job: Job) -> list[str]:
     return [plain(line) for line in ours_among(job.said)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "np", "victim", "exit_code"),
     [
@@ -196,6 +197,7 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
         assert [process.returncode for process in job.processes] == [87, 87, 87]
 
 
+@pytest.mark.long
 def test_ranks_whose_words_nobody_takes_end_too(tmp_path: Path) -> None:
     program = ["bash", "-c", 'exec "$@" 2> /dev/full', "-", sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
     with started(tmp_path, [[*program, str(rank), "2", "1", "2"] for rank in range(2)], 2) as job:
@@ -205,6 +207,7 @@ def test_ranks_whose_words_nobody_takes_end_too(tmp_path: Path) -> None:
         assert [process.returncode for process in job.processes] == [87, 87]
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 3, 1, "slow-input") as job:
         job.wait_until_trained()
@@ -222,6 +225,7 @@ def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) 
         assert [story.end and story.end["phase"] for story in job.stories.values()] == ["exchange", "input", "exchange"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "np", "victim"),
     [pytest.param("horovodrun", 3, 1, marks=pytest.mark.exhaustive), ("mpirun", 3, 1), ("none", 1, 0)],
@@ -249,6 +253,7 @@ def test_a_failure_is_read_first_and_others_point_at_it(tmp_path: Path, launcher
         assert f"failed in train at step 30: {what}" in plain(told.what)
 
 
+@pytest.mark.long
 def test_what_fails_on_all_ranks_alike_is_read_once(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 2, 0, "raise-alike") as job:
         job.wait_until_trained()
@@ -270,6 +275,7 @@ def test_a_killed_rank_is_missed(tmp_path: Path, launcher: str) -> None:
         assert (told.state, told.rank, told.followed, told.silent) == ("disappeared", 1, [0, 2], [1])
 
 
+@pytest.mark.long
 def test_of_two_killed_ranks_one_is_missed_though_the_other_was_the_hosts_first_one_left(tmp_path: Path) -> None:
     with watched(tmp_path, "horovodrun", 3, 0, "none") as job:
         job.wait_until_trained()

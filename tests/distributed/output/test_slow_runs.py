@@ -15,6 +15,9 @@ from conftest import PROJECT, RankFacts, train
 from horovod_train.training.hooks.log import judge
 from horovod_train.training.run_record import MEASURED_PHASES
 
+pytestmark = pytest.mark.long
+
+
 EVERYWHERE = "input-bound|straggler rank . in input"
 """Where all ranks parse slowly: the others have their next batch by the time the slowest has, and look fast."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from conftest import RankFacts
 
+pytestmark = pytest.mark.long
+
+
 WAYS = [pytest.param("none", 1, marks=pytest.mark.exhaustive), ("mpirun", 2)]
 
 

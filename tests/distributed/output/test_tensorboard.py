@@ -78,6 +78,7 @@ def ops_of(profile: Path) -> list[str]:
     return [plane.event_metadata[event.metadata_id].name for line in plane.lines for event in line.events]
 
 
+@pytest.mark.long
 def test_histograms_of_weights_outputs_and_gradients_come_at_their_interval(run_dir: Path) -> None:
     found = histograms(run_dir)
     assert {*found} == {*WEIGHTS, "y_hidden", *(f"gradients/{name}" for name in WEIGHTS)}
@@ -85,6 +86,7 @@ def test_histograms_of_weights_outputs_and_gradients_come_at_their_interval(run_
         assert [*by_step] == [25, 50, 75, 100]
 
 
+@pytest.mark.long
 def test_histograms_count_every_number(run_dir: Path) -> None:
     found = histograms(run_dir)
     sizes = {"hidden1/weight": 50, "hidden1/bias": 10, "out_layer/weight": 10, "out_layer/bias": 1}
@@ -96,15 +98,18 @@ def test_histograms_count_every_number(run_dir: Path) -> None:
     assert found["gradients/hidden1/weight"][100][:, 0].min() < 0
 
 
+@pytest.mark.long
 def test_weights_move_from_one_histogram_to_the_next(run_dir: Path) -> None:
     by_step = histograms(run_dir)["out_layer/bias"]
     assert len({float(buckets[:, 0].min()) for buckets in by_step.values()}) == 4
 
 
+@pytest.mark.long
 def test_scalar_loss_is_there(run_dir: Path) -> None:
     assert "loss" in {value.tag for event in events(run_dir) for value in event.summary.value}
 
 
+@pytest.mark.long
 def test_graph_folds_into_its_namespaces(run_dir: Path) -> None:
     names = node_names(run_dir)
     assert {name.split("/")[0] for name in names if "/" in name} >= {
@@ -117,6 +122,7 @@ def test_graph_folds_into_its_namespaces(run_dir: Path) -> None:
     assert len([name for name in names if re.match(r"update_parameters/.*AssignSubVariableOp", name)]) == 4
 
 
+@pytest.mark.long
 def test_s5_folds_its_graph_as_it_says_and_profiles(digits: Path, tmp_path: Path) -> None:
     configs = [CONFIGS / "mnist_mlp.yaml", CONFIGS / "digits_mlp.yaml"]
     shorter = [f"data.train={digits / 'train'}", f"data.eval={digits / 'eval'}", "train.max_steps=3"]
@@ -133,6 +139,7 @@ def test_s5_folds_its_graph_as_it_says_and_profiles(digits: Path, tmp_path: Path
     assert any(re.search("layer1_1/.*MatMul", name) for name in ops)
 
 
+@pytest.mark.long
 def test_profile_of_a_step_holds_its_ops_and_their_memory(run_dir: Path) -> None:
     for step in PROFILED:
         names = ops_of(run_dir / "tensorboard" / "plugins" / "profile" / f"step-{step:09d}")
@@ -153,6 +160,7 @@ def op_ms(profile: Path) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.long
 def test_a_profiled_step_ends_with_a_table_of_its_most_expensive_ops(run_dir: Path) -> None:
     pytest.importorskip("xprof", reason="reading profiles needs the extra `profile`")
     folders = find_profiles(run_dir)
@@ -172,6 +180,7 @@ def test_a_profiled_step_ends_with_a_table_of_its_most_expensive_ops(run_dir: Pa
         assert [path.suffix for path in folder.iterdir()] == [".pb"]
 
 
+@pytest.mark.long
 def test_the_report_has_the_table_too(run_dir: Path) -> None:
     pytest.importorskip("xprof", reason="reading profiles needs the extra `profile`")
     page = build_page([read_run(run_dir)]).replace("<wbr>", "")  # where long names may break
@@ -180,6 +189,7 @@ def test_the_report_has_the_table_too(run_dir: Path) -> None:
         assert all(f"<td>{op.name}</td>" in page for op in costs.ops)
 
 
+@pytest.mark.long
 def test_profiles_of_other_steps_and_ranks_are_not_there(run_dir: Path) -> None:
     profiles = run_dir / "tensorboard" / "plugins" / "profile"
     assert sorted(path.name for path in profiles.iterdir()) == [f"step-{step:09d}" for step in PROFILED]
@@ -258,6 +268,7 @@ def ask(address: str, path: str, is_whole: Callable[[Any], object] = lambda cont
         time.sleep(0.25)
 
 
+@pytest.mark.long
 def test_tensorboard_serves_scalars_and_histograms(address: str) -> None:
     def tags(content: bytes) -> set[str]:
         return {*json.loads(content).get("train", ())}
@@ -270,12 +281,14 @@ def test_tensorboard_serves_scalars_and_histograms(address: str) -> None:
     assert [step for _, step, _ in shown] == [25, 50, 75, 100]
 
 
+@pytest.mark.long
 def test_tensorboard_serves_the_graph(address: str) -> None:
     shown = ask(address, "plugin/graphs/graph?run=train").decode()
     assert 'name: "rank_0/mlp/hidden1/MatMul"' in shown
     assert 'name: "update_parameters/' in shown
 
 
+@pytest.mark.long
 def test_tensorboard_serves_the_profile_page(address: str) -> None:
     pytest.importorskip("xprof", reason="the profile page needs the extra `profile`")
     assert json.loads(ask(address, "plugin/profile/runs")) == [f"step-{step:09d}" for step in reversed(PROFILED)]
@@ -286,6 +299,7 @@ def test_tensorboard_serves_the_profile_page(address: str) -> None:
     assert b"tfOpName" in ask(address, f"plugin/profile/data?{which}&tag=memory_profile")
 
 
+@pytest.mark.long
 def test_an_address_that_serves_nothing_is_noticed(address: str) -> None:
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(f"{address}/data/plugin/histograms/histograms?run=train&tag=hidden1/nothing")

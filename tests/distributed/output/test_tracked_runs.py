@@ -24,6 +24,9 @@ from conftest import HANGS_AFTER_S, PROJECT, Finished, metrics_of, rank_environm
 
 from horovod_train.config.loader import as_dict, load
 
+pytestmark = pytest.mark.long
+
+
 CLIENTS = PROJECT / "build" / "trackers" / "clients"
 """Where the packages of the extras mlflow and wandb are."""
 SERVER = PROJECT / "build" / "trackers" / "server" / "bin" / "mlflow"

@@ -77,6 +77,7 @@ def test_a_compiled_model_trains_as_fit_does(start: Start, here: Path, tmp_path:
     )
 
 
+@pytest.mark.long
 def test_losses_of_outputs_with_their_weights_are_those_of_fit(start: Start, tmp_path: Path) -> None:
     finished = start(["model=user_models:compiled_pair", "data.targets=[y, importance]", *PER_STEP], 2)
     assert finished.returncode == 0, finished.text
@@ -90,6 +91,7 @@ def test_losses_of_outputs_with_their_weights_are_those_of_fit(start: Start, tmp
     assert {name: found[name] for name in names} == pytest.approx({n: evaluation[n] for n in names}, abs=1e-6)
 
 
+@pytest.mark.long
 def test_what_the_config_names_wins_and_the_log_says_so(start: Start, tmp_path: Path) -> None:
     """The optimizer is replaced; the loss stays, with weights of classes that the config adds; the rate too."""
     words = ["model=user_models:compiled_vector", "train.max_steps=1", *PER_STEP]
@@ -101,6 +103,7 @@ def test_what_the_config_names_wins_and_the_log_says_so(start: Start, tmp_path: 
     assert metrics_of(tmp_path / "run", "train")[0]["learning_rate"] == pytest.approx(0.001)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "rate"),
     [
@@ -118,6 +121,7 @@ def test_the_rate_is_the_compiled_one_until_the_config_says_another(
     assert metrics_of(tmp_path / "run", "train")[0]["learning_rate"] == pytest.approx(rate)
 
 
+@pytest.mark.long
 def test_a_trained_one_is_evaluated_and_exported_and_planned(start: Start, here: Path, tmp_path: Path) -> None:
     planned = start(["model=user_models:compiled_vector"], command=("plan",))
     assert planned.returncode == 0, planned.text
@@ -158,6 +162,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_taken_over_is_one_line(start: Start, here: Path, name: str) -> None:
     words, expected = WRONG[name]

@@ -10,7 +10,12 @@ import pytest
 from conftest import RankFacts, run_process
 
 # Both exchanges. At four ranks an order in which sums are added is one of several.
-SEVERAL = [pytest.param("horovodrun", 2, marks=pytest.mark.exhaustive), ("srun", 4), ("mpirun", 4)]
+SEVERAL = [
+    ("srun", 2),
+    pytest.param("horovodrun", 2, marks=pytest.mark.exhaustive),
+    pytest.param("srun", 4, marks=pytest.mark.long),
+    pytest.param("mpirun", 4, marks=pytest.mark.long),
+]
 ALONE = pytest.param("none", 1, marks=pytest.mark.exhaustive)
 WAYS = [ALONE, *SEVERAL]
 # Four ranks that wait for one another in many small calls of model.fit take minutes on two cores.
@@ -32,7 +37,14 @@ def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str,
         assert facts["too_large"].startswith("group.gather: an exchange carries at most 10 bytes over all ranks; rec")
 
 
-@pytest.mark.parametrize("launcher", ["srun", "srun-bound", pytest.param("horovodrun", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "srun",
+        pytest.param("srun-bound", marks=pytest.mark.long),
+        pytest.param("horovodrun", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ranks_share_the_cores_of_their_host_however_they_are_bound(rank_facts: RankFacts, launcher: str) -> None:
     """Under srun with task/affinity each rank sees its own cores only, and they are not divided once more."""
     here = sorted(os.sched_getaffinity(0))
@@ -64,6 +76,7 @@ def test_exchanged_gradients_are_the_mean_to_the_precision_of_the_wire(
         assert min(errors["fp16"], errors["bf16"]) > 1e-6
 
 
+@pytest.mark.long
 def test_sums_in_the_order_of_ranks_are_the_same_to_the_bit_over_gloo_and_mpi(rank_facts: RankFacts) -> None:
     over = {launcher: rank_facts("collectives", launcher, 4) for launcher in ("mpirun", "srun")}
     assert [facts[0]["exchange"] for facts in over.values()] == ["MPI", "gloo"]
@@ -82,7 +95,10 @@ def test_sparse_gradients_are_gathered_with_each_row_once(rank_facts: RankFacts,
         assert sorted(facts["sparse_rows"]) == list(range(np + 2))
 
 
-WITH_ADASUM = [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.exhaustive)]
+WITH_ADASUM = [
+    pytest.param("mpirun", 2, marks=pytest.mark.long),
+    pytest.param("mpirun", 4, marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WITH_ADASUM)
@@ -248,6 +264,7 @@ def test_misuse_is_refused_in_one_line(rank_facts: RankFacts) -> None:
     assert "predivide goes with op average" in facts["predivided_sum"]
 
 
+@pytest.mark.long
 def test_saved_model_loads_and_trains_without_horovod(rank_facts: RankFacts, tmp_path: Path) -> None:
     facts = rank_facts("optimizers", "srun", 2)[0]
     script = f"""

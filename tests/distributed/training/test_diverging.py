@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from conftest import RankFacts
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def ranks(rank_facts: RankFacts) -> list[dict[str, Any]]:

@@ -101,11 +101,13 @@ def test_frozen_weights_are_bit_equal_before_and_after_on_all_ranks(
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.long
 def test_without_freezing_they_change(start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]) -> None:
     done(start([f"model.init_from={here / 'low-run'}", NEW_HEAD, "hooks=user_hooks:keep_weights"]))
     assert not any(same(before, weights(tmp_path / "run", 0, 3 * STEPS_OF_EPOCH), PROTECTED))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has none")
 def test_an_optimizer_whose_slots_begin_as_weights_begins_with_those_given(
     start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]
@@ -141,6 +143,7 @@ def test_the_same_weights_come_from_a_run_from_files_and_from_a_function(
     assert summary_of(tmp_path / "none")["weights_sha256"] not in found
 
 
+@pytest.mark.long
 def test_a_run_that_resumes_does_not_read_its_source_again(start: Start, here: Path, tmp_path: Path) -> None:
     source = tmp_path / "gone.keras"
     shutil.copy(here / "low.keras", source)
@@ -176,6 +179,7 @@ def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing
     assert shas[0] == shas[1]
 
 
+@pytest.mark.long
 def test_rates_are_multiplied_by_the_first_pattern_that_matches(start: Start, tmp_path: Path) -> None:
     words = ["optimizer=sgd", "train.max_steps=2", "hooks=user_hooks:keep_weights_every_step"]
     plain = ["model.options={head: head}", *words]
@@ -189,6 +193,7 @@ def test_rates_are_multiplied_by_the_first_pattern_that_matches(start: Start, tm
         assert np.allclose(moved, expected, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.long
 def test_lora_trains_what_it_adds_and_leaves_the_kernels(
     start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]
 ) -> None:
@@ -294,6 +299,7 @@ ONE_MORE = {"no Keras file", "no weights file", "another shape in a run", "exclu
 ONE_MORE |= {"no regular expression", "LoRA of nothing", "a factor in words", "a factor of nothing"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in ONE_MORE)) for n in WRONG])
 def test_a_mistake_is_one_line_before_training(start: Start, here: Path, name: str) -> None:
     words, expected = WRONG[name]
@@ -303,12 +309,14 @@ def test_a_mistake_is_one_line_before_training(start: Start, here: Path, name: s
     assert expected.replace("{here}", str(here)) in line
 
 
+@pytest.mark.long
 def test_a_head_of_another_shape_may_be_left_as_it_is(start: Start, here: Path) -> None:
     words = [f"model.init_from={here / 'low.keras'}", "model.options.classes=7", "model.init_exclude=^head/"]
     said = done(start([*words, "train.max_steps=1"]))
     assert "2 left: head/kernel, head/bias; 2 new: head/kernel, head/bias" in said
 
 
+@pytest.mark.long
 def test_plan_says_what_is_taken_frozen_and_multiplied(start: Start, here: Path) -> None:
     words = [f"model.init_from={here / 'low.keras'}", FREEZE, "model.unfreeze={1: '^first/'}", NEW_HEAD]
     words += ["model.lora={second: 2}", "optimizer.lr_multipliers={new_head: 2}"]

@@ -83,6 +83,7 @@ def test_without_the_looks_at_gradients_and_weights_a_nan_spoils_the_weights_and
     assert metrics_of(tmp_path / "run", "train")[-1]["loss"] is None  # not finite
 
 
+@pytest.mark.long
 def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_still_takes(
     words: list[str], tmp_path: Path
 ) -> None:

@@ -8,6 +8,9 @@ import pytest
 import tensorflow as tf
 from conftest import metrics_of, train
 
+pytestmark = pytest.mark.long
+
+
 CONFIG = """
 data: {{train: {data}/train, global_batch_size: 96}}
 loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}

@@ -103,6 +103,7 @@ def test_only_root_leaves_files(base_config: Path, tmp_path: Path) -> None:
     assert summary["versions"]["horovod"] == version("horovod")
 
 
+@pytest.mark.long
 def test_a_run_whose_words_nobody_takes_ends_as_others_do(base_config: Path, tmp_path: Path) -> None:
     words = ["--config", base_config, "--output-dir", tmp_path, "train.epochs=1"]
     deaf = ["bash", "-c", 'exec "$@" > /dev/full 2>&1', "-", *warm_python(), "-m", "horovod_train.main"]
@@ -118,6 +119,7 @@ def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: P
     assert summary_of(first)["weights_sha256"] == summary_of(second)["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_run_that_began_at_a_path_keeps_its_steps_if_it_is_given_again_after_auto(
     base_config: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_run_that_a_hook_has_stopped_resumes_where_it_stopped(rank_facts: Rank
     assert found[0]["resumed"]["weights_sha256"] == found[0]["without"]["weights_sha256"]
 
 
+@pytest.mark.long
 def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: RankFacts) -> None:
     one, other = (facts["called back"] for facts in rank_facts("called_back", *WAY))
     assert one["code"] == other["code"] == 0
@@ -60,12 +61,14 @@ def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: 
     assert one["told"][-1][2] == last
 
 
+@pytest.mark.long
 def test_a_learning_rate_on_a_plateau_falls_on_all_ranks(rank_facts: RankFacts) -> None:
     """Nothing is better by 10, so that it falls after each epoch but the first."""
     root, _ = rank_facts("called_back", *WAY)
     assert root["called back"]["train"]["learning_rate"] == pytest.approx(0.001 * 0.1**2)
 
 
+@pytest.mark.long
 def test_callbacks_have_their_state_after_a_resume(rank_facts: RankFacts) -> None:
     root, other = rank_facts("called_back", *WAY)
     whole, again = root["called back"], root["resumed, called back"]
@@ -103,6 +106,7 @@ def same_as_fit(found: list[list[Any]], fit: Fitted) -> None:
         assert one[2] == pytest.approx(other[2], abs=1e-6), one[:2]
 
 
+@pytest.mark.long
 def test_averages_are_swapped_as_fit_does(rank_facts: RankFacts) -> None:
     """Evaluations and what comes after SwapEMAWeights see the averages, training the weights; the same on all ranks."""
     one, other = (facts["averaged"] for facts in rank_facts("called_back", *WAY))
@@ -114,6 +118,7 @@ def test_averages_are_swapped_as_fit_does(rank_facts: RankFacts) -> None:
     assert begins[:-1] != pytest.approx(ends[:-1], abs=1e-3)
 
 
+@pytest.mark.long
 def test_what_is_exported_is_what_fit_ends_with(rank_facts: RankFacts) -> None:
     """And the trained weights, with which it resumes, are there too."""
     root, _ = rank_facts("called_back", *WAY)
@@ -128,6 +133,7 @@ def test_what_is_exported_is_what_fit_ends_with(rank_facts: RankFacts) -> None:
     assert np.abs(exported[0] - model.get_weights()[0]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_averages_resume_bit_for_bit_at_the_end_of_an_epoch(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("called_back", *WAY)
     whole, again = root["averaged"], root["averaged, resumed"]
@@ -136,12 +142,14 @@ def test_averages_resume_bit_for_bit_at_the_end_of_an_epoch(rank_facts: RankFact
     assert again["stopped"][:4] == whole["told"][:4]
 
 
+@pytest.mark.long
 def test_weights_are_overwritten_with_averages_as_fit_does(rank_facts: RankFacts) -> None:
     """Without SwapEMAWeights evaluations see the weights, and the end the averages."""
     root, _ = rank_facts("called_back", *WAY)
     same_as_fit(root["overwritten"]["told"], fitted(ema_overwrite_frequency=3))
 
 
+@pytest.mark.long
 def test_a_run_can_end_with_the_mean_of_its_last_epochs(rank_facts: RankFacts) -> None:
     """By the callback that the docs show; with a cyclical rate, and resumed in the third epoch."""
     root, other = (facts["mean"] for facts in rank_facts("called_back", *WAY))
@@ -157,6 +165,7 @@ def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_
     assert [facts["apart"]["code"] for facts in rank_facts("hooked", *WAY)] == [86, 86]
 
 
+@pytest.mark.long
 def test_stop_training_on_one_rank_stops_all_at_this_step(rank_facts: RankFacts) -> None:
     """A callback that is told of batches is told of each, though several steps are one call."""
     found = [facts["stopped by one"] for facts in rank_facts("called_back", *WAY)]
@@ -174,6 +183,7 @@ def on_digits(digits: Path) -> list[str | Path]:
     return ["--config", config, f"data.train={digits}/train", f"data.eval={digits}/eval", *HOOKED]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hook", "raised"),
     [
@@ -192,6 +202,7 @@ def test_a_hook_that_fails_on_one_rank_ends_all_though_the_others_wait_for_it(
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.long
 def test_sys_exit_in_the_users_code_is_not_taken_for_success(digits: Path, tmp_path: Path) -> None:
     words = [*on_digits(digits), "log.writers=[user_hooks:Quits]", "--output-dir", tmp_path / "run"]
     finished = train(words)
@@ -201,6 +212,7 @@ def test_sys_exit_in_the_users_code_is_not_taken_for_success(digits: Path, tmp_p
     assert (tmp_path / "run" / "quits.txt").read_text() == "closed"
 
 
+@pytest.mark.long
 def test_writers_of_a_run_without_the_lease_are_not_made(digits: Path, tmp_path: Path) -> None:
     """They might begin their files anew, which are another run's."""
     (tmp_path / "run").mkdir()

@@ -15,6 +15,9 @@ import pytest
 import yaml
 from conftest import PROJECT, metrics_of, rank_environment, train
 
+pytestmark = pytest.mark.long
+
+
 EXAMPLES = ["averaged", "classification", "compiled", "finetuned", "gan", "homes", "tagging", "weighted"]
 
 

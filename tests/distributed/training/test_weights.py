@@ -142,6 +142,7 @@ def test_a_weighted_run_is_that_of_fit_in_one_process(start: Start, tmp_path: Pa
         assert found["accuracy"] != pytest.approx(found["weighted_accuracy"], abs=1e-3)
 
 
+@pytest.mark.long
 def test_the_loss_is_divided_by_records_unless_its_reduction_says_otherwise(start: Start, tmp_path: Path) -> None:
     """In Keras too; and the comparisons above can fail."""
     by_records, by_weights = fit("both"), fit("both", "mean_with_sample_weight")
@@ -155,6 +156,7 @@ def test_the_loss_is_divided_by_records_unless_its_reduction_says_otherwise(star
     assert list(means_so_far([row["loss"] for row in rows])) == pytest.approx(by_weights.losses, abs=1e-6)
 
 
+@pytest.mark.long
 def test_evaluate_weights_as_the_run_did_and_predict_needs_no_weights(start: Start, tmp_path: Path) -> None:
     finished = start(WEIGHTS["both"])
     assert finished.returncode == 0, finished.text
@@ -199,6 +201,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_weights_are_one_line(start: Start, name: str) -> None:
     words, expected = WRONG[name]
@@ -209,6 +212,7 @@ def test_wrong_weights_are_one_line(start: Start, name: str) -> None:
     assert expected in line
 
 
+@pytest.mark.long
 def test_a_record_with_a_negative_weight_is_named_or_left_out(start: Start, here: Path, tmp_path: Path) -> None:
     """The weight may be scaled: x and importance − 1 are negative in some records."""
     data = yaml.safe_load((here / "data" / "dataset.json").read_text())["features"]
@@ -225,6 +229,7 @@ def test_a_record_with_a_negative_weight_is_named_or_left_out(start: Start, here
     assert metrics_of(tmp_path / "run", "train")[-1]["skipped_records"] == left_out > 0
 
 
+@pytest.mark.long
 def test_plan_and_the_printed_config_show_the_weights(here: Path, tmp_path: Path) -> None:
     words = ["--config", here / "run.yaml", *WEIGHTS["both"], "--output-dir", tmp_path / "run"]
     planned = train(["plan", *words])

@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import PROJECT, run_process
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("script", sorted((PROJECT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
 def test_a_benchmark_says_how_to_run_it(script: str) -> None:

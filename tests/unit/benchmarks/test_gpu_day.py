@@ -17,6 +17,9 @@ from rank_programs.gpu_steps import TOLERANCE, largest_difference, network
 
 from horovod_train.distributed.launch.tuning import sees_gpu
 
+pytestmark = pytest.mark.long
+
+
 SCRIPT = str(PROJECT / "benchmarks" / "gpu_day.sh")
 FAULTS = """
 import os, subprocess, sys, time

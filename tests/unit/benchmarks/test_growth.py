@@ -15,6 +15,9 @@ from projection import MOST_SHARE, Network, Part, build_parts, find_rank_limit, 
 
 from horovod_train.training import stopping
 
+pytestmark = pytest.mark.long
+
+
 CORES = 2
 SIZES = {"convnet": (13_000_000, 0.04), "mlp": (284, 0.0004)}
 

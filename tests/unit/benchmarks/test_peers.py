@@ -15,6 +15,9 @@ from rank_programs import timing
 
 from horovod_train.errors import RunError
 
+pytestmark = pytest.mark.long
+
+
 OURS = peers.PROJECT
 
 

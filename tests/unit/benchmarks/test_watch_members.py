@@ -8,6 +8,9 @@ import sys
 import pytest
 from conftest import PROJECT, run_process
 
+pytestmark = pytest.mark.long
+
+
 SCRIPT = str(PROJECT / "benchmarks" / "watch_members.py")
 
 

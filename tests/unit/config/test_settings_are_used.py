@@ -144,10 +144,12 @@ def named(names: Iterable[str]) -> list[Sample]:
     return [next(sample for sample in SAMPLES if name in (sample.key, sample.name)) for name in names]
 
 
+@pytest.mark.long
 def test_each_setting_is_read_by_a_run(jobs: dict[str, list[Job]]) -> None:
     assert_all_are_used(jobs["used"])
 
 
+@pytest.mark.long
 def test_what_only_the_parts_of_a_run_can_refuse_they_do(jobs: dict[str, list[Job]]) -> None:
     for job, said in zip(jobs["refused"], REFUSED_WHEN_BUILT.values(), strict=True):
         assert job.exit_code == 2
@@ -155,6 +157,7 @@ def test_what_only_the_parts_of_a_run_can_refuse_they_do(jobs: dict[str, list[Jo
         assert line.startswith(f"error: {said}")
 
 
+@pytest.mark.long
 def test_a_setting_that_nothing_reads_is_found(jobs: dict[str, list[Job]]) -> None:
     (job,) = jobs["ignored"]
     assert job.unread() == {"train.max_skips_in_a_row", "train.average_every_steps"}

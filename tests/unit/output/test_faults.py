@@ -20,6 +20,9 @@ from typing import Any
 import pytest
 from conftest import PROJECT, rank_environment, run_process
 
+pytestmark = pytest.mark.long
+
+
 FAULTS = PROJECT / "tests" / "faults"
 LANES = 6
 """Side by side, since ranks mostly wait."""
