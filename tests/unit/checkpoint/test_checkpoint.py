@@ -636,6 +636,7 @@ def test_a_checkpoints_folder_that_vanished_is_made_anew(run: Run) -> None:
 
 # kill -9.
 
+
 def save_forever(directory: Path, careless: bool) -> None:
     """Goes on from what is there, as a run would; notes each step that it was told is whole. Killed from outside."""
     run = Run(directory, keep=2)
