@@ -6,6 +6,7 @@ A test fails if Keras moves one of those attributes.
 from __future__ import annotations
 
 import collections
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,12 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric in which Keras' own `train_step` keeps the loss, also where `metrics` is overridden."""
     return model._loss_tracker
+
+
+def loss_in_training(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any) -> Any:
+    """Return what `compute_loss` gives in Keras' own `train_step`, which says that it trains if that is asked for."""
+    asks = "training" in inspect.signature(model.compute_loss).parameters
+    return model.compute_loss(x, y, outputs, weights, **({"training": True} if asks else {}))
 
 
 def class_axis(loss: Any) -> int:

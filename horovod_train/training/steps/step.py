@@ -22,7 +22,7 @@ from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
-from horovod_train.keras_seams import loss_tracker, mask_of, set_mask
+from horovod_train.keras_seams import loss_in_training, loss_tracker, mask_of, set_mask
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
@@ -277,7 +277,7 @@ class TrainStep:
         # also the loops of recurrent layers, which would be stateful if they read variables.
         values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
         with keras.StatelessScope(values), self.shares.noting_divisors() as noted:
-            self._model.compute_loss(x, y, self._model(x, training=False), weights)
+            loss_in_training(self._model, x, y, self._model(x, training=False), weights)
         return noted
 
     def _train_step_by_xla(self, data: Data) -> Mapping[str, Any]:
@@ -298,7 +298,7 @@ class TrainStep:
         with tf.GradientTape() as tape, self.shares.of_pass(share, totals):
             outputs = self._model(x, training=True)
             with tf.name_scope("loss_function"):
-                loss = self._model.compute_loss(x, y, outputs, weights)
+                loss = tf.reshape(loss_in_training(self._model, x, y, outputs, weights), [])
             scaled = self._model.optimizer.scale_loss(loss)
         masks = [mask_of(output) for output in keras.tree.flatten(outputs)]
         return tape.gradient(scaled, self._model.trainable_weights), outputs, masks, loss

@@ -369,6 +369,16 @@ class PenalisedOwnLoss(keras.Model):
         return super().compute_loss(x, y, y_pred, sample_weight) + 0.1 * smooth
 
 
+class AsksForTraining(PenalisedOwnLoss):
+    """compute_loss of its own that is another in training, and has shape [1]."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = False
+    ) -> Any:
+        loss = keras.Model.compute_loss(self, x, y, y_pred, sample_weight, training=training)
+        return ops.reshape(loss + ops.mean(ops.square(y_pred)) if training else loss, (1,))
+
+
 class GatheredContrastive(Contrastive):
     """In-batch negatives of all ranks; even shares are needed, see docs/models.md."""
 
@@ -484,6 +494,7 @@ MORE: dict[str, Case] = {
     "siamese": Case(Siamese.made, "inputs"),
     "own compute_loss over add_loss": Case(PenalisedOwnLoss.made),
     "own compute_loss, weights": Case(PenalisedOwnLoss.made, weighted=True),
+    "XLA, own compute_loss that asks for training": Case(AsksForTraining.made, config={"jit_compile": True}, **ROUNDED),
     "contrastive, gathered": Case(GatheredContrastive.made, "alone", **ROUNDED, equal_on=(1, 2)),
     "own train_step that clips": Case(ClipsByHand.made, equal_on=(1,)),
 }
