@@ -167,6 +167,8 @@ class Local(SyncStrategy):
             tf.Variable(zeros, trainable=False) for _ in range(3)
         )
         """float64 [weights]: sums when ranks were last equal; their change and squared distance at the last average."""
+        self._noted_at = tf.Variable(-1, dtype=tf.int64, trainable=False)
+        """The step that `sums_at_start` are of."""
         self.has_averaged = tf.Variable(False, trainable=False)
         self.variables = {"settled_step": self.settled}
         self._average_now = tf.function(self._average, autograph=False)
@@ -174,8 +176,9 @@ class Local(SyncStrategy):
     def exchange(
         self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
     ) -> Exchanged:
-        # Ranks diverge from here on.
-        tf.cond(tf.equal(self.settled, step), self._note_start, lambda: None)
+        # Ranks diverge from here on; another optimizer of the step may have been applied already.
+        is_first = tf.logical_and(tf.equal(self.settled, step), tf.not_equal(self._noted_at, step))
+        tf.cond(is_first, lambda: self._note_start(step), lambda: None)
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]
         return Exchanged(rows_once, local_gradients)
 
@@ -213,7 +216,8 @@ class Local(SyncStrategy):
             if len(by_rank)
         }
 
-    def _note_start(self) -> None:
+    def _note_start(self, step: tf.Tensor) -> None:
+        self._noted_at.assign(step)
         self.sums_at_start.assign(self._sums())
 
     def _sums(self) -> tf.Tensor:

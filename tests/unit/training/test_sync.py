@@ -85,6 +85,15 @@ def test_local_steps_apply_this_ranks_gradients_with_each_row_once(model: keras.
     assert float(now.gradients[1]) == 3.0
 
 
+def test_the_moves_of_local_steps_begin_before_the_first_of_several_optimizers(model: keras.Model) -> None:
+    local = Local(SyncParts(TrainConfig(synchronization="local", average_every_steps=4), ALONE, model, doubled))
+    sums = [float(tf.reduce_sum(weight)) for weight in model.trainable_variables]
+    for weight in model.trainable_variables:
+        local.exchange(doubled, [tf.ones(weight.shape)], [weight], tf.constant(0, tf.int64))
+        weight.assign(weight + 1.0)
+    assert local.sums_at_start.numpy().tolist() == pytest.approx(sums)
+
+
 def test_every_value_of_the_setting_has_a_strategy() -> None:
     values = typing.get_args(typing.get_type_hints(TrainConfig)["synchronization"])
     assert sorted(values) == sorted(STRATEGIES)
