@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -34,6 +34,18 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric in which Keras' own `train_step` keeps the loss, also where `metrics` is overridden."""
     return model._loss_tracker
+
+
+def losses_weighed(model: keras.Model, rows: Any) -> AbstractContextManager[None]:
+    """Inside the block: the losses that `compute_loss` keeps by output count by rows where no static shape tells them.
+
+    Keras then counts each batch once. rows: float32 scalar.
+    """
+
+    def weighing(_: keras.metrics.Metric, update_state: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda value, sample_weight=None: update_state(value, rows if sample_weight is None else sample_weight)
+
+    return method_replaced(getattr(getattr(model, "_compile_loss", None), "metrics", ()), "update_state", weighing)
 
 
 def loss_in_training(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any) -> Any:
@@ -95,10 +107,11 @@ def method_replaced(
 ) -> Iterator[None]:
     """Inside the block, each object has replacement(object, method) in place of its method of that name."""
     unique = list({id(each): each for each in objects}.values())
+    own = [vars(each).get(name) for each in unique]  # of a block around this one
     for each in unique:
         setattr(each, name, replacement(each, getattr(each, name)))
     try:
         yield
     finally:
-        for each in unique:
-            delattr(each, name)
+        for each, before in zip(unique, own, strict=True):
+            delattr(each, name) if before is None else setattr(each, name, before)

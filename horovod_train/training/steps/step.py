@@ -22,7 +22,7 @@ from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
-from horovod_train.keras_seams import loss_in_training, loss_tracker, mask_of, set_mask
+from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
@@ -230,6 +230,7 @@ class TrainStep:
             part.without_borrowed(self._kept_variables),
             self.shares.of_pass(part.share, totals),
             rows_that_count(part.row_weights(), self.shares.share),
+            losses_weighed(self._model, part.count),
             self._noting_losses() as losses,
         ):
             train_step = self._train_step_by_xla if self.jit_compile else self._model.train_step
@@ -295,7 +296,9 @@ class TrainStep:
     def _forward_backward(
         self, x: Any, y: Any, weights: Any, share: tf.Tensor | None, totals: Sequence[tf.Tensor] | None
     ) -> tuple[list[Any], Any, list[Any], tf.Tensor]:
-        with tf.GradientTape() as tape, self.shares.of_pass(share, totals):
+        # Not those of `_apply`, which are tensors of another graph at each trace of that.
+        rows = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
+        with tf.GradientTape() as tape, self.shares.of_pass(share, totals), losses_weighed(self._model, rows):
             outputs = self._model(x, training=True)
             with tf.name_scope("loss_function"):
                 loss = tf.reshape(loss_in_training(self._model, x, y, outputs, weights), [])
@@ -416,7 +419,11 @@ class EvalStep:
             batch = self.rows.scaled(batch)
             total = self.rows.total(batch, "evaluation.count")
             (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
-            with part.without_borrowed(self.metrics.variables), self.shares.of_pass(part.share):
+            with (
+                part.without_borrowed(self.metrics.variables),
+                self.shares.of_pass(part.share),
+                losses_weighed(self.model, part.count),
+            ):
                 logs = self.model.test_step(self.rows.data_of(part.batch))
             self.metrics.add(logs, part.count)
             self.counter.count()

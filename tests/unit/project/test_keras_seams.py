@@ -78,6 +78,21 @@ def test_losses_of_several_outputs_are_all_found() -> None:
     assert len(keras_seams.compiled_losses(model)) == 2
 
 
+def test_losses_by_output_are_weighed_where_no_shape_tells_their_rows() -> None:
+    """metrics of _compile_loss."""
+    x = keras.Input((3,))
+    model = keras.Model(x, {name: layers.Dense(1, name=name)(x) for name in "ab"})
+    model.compile("sgd", "mse")
+    y = {"a": Y, "b": Y}
+    model.compute_loss(X, y, model(X))
+    with keras_seams.losses_weighed(model, tf.constant(7.0)):
+        trackers = [metric for metric in model.metrics if metric.name in ("a_loss", "b_loss")]
+        for tracker in trackers:
+            tracker.reset_state()
+            tracker.update_state(1.0)
+    assert [float(tracker.count) for tracker in trackers] == [7.0, 7.0]
+
+
 def test_the_loss_tracker_is_the_mean_that_train_step_updates() -> None:
     """_loss_tracker."""
     model = compiled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -416,6 +417,28 @@ def test_rows_that_are_no_records_leave_moving_averages_alone(
         means.append(norm.moving_mean.numpy().tolist())
     assert means[0] == pytest.approx(expected.tolist(), rel=1e-5)
     assert means[1] == means[0]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_losses_by_output_are_means_over_records(
+    batches: Pipeline, stepping: Callable[..., TrainStep], jit_compile: bool
+) -> None:
+    """Of steps whose number of rows no shape tells."""
+    image, label = batches.scaled_spec.inputs, batches.scaled_spec.targets
+    spec = batches.scaled_spec._replace(targets={"a": label, "b": label})
+    inputs = keras.Input(image.shape[1:])
+    model = keras.Model(inputs, {name: layers.Dense(10, name=name)(layers.Flatten()(inputs)) for name in "ab"})
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.25), {"a": entropy, "b": entropy})
+    source = SimpleNamespace(scaled_spec=spec, has_weights=False, scaled=lambda batch: batch)
+    step = stepping(source, model, data={"on_bad_record": "skip"}, jit_compile=jit_compile)
+    train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    for records in (1, 8):
+        ids = tf.where(tf.range(tf.size(batch.ids)) < records, batch.ids, -1)
+        train_on(batch._replace(ids=ids, targets={"a": batch.targets, "b": batch.targets}))
+    found = {metric.name: float(metric.result()) for metric in model.metrics}
+    assert found["a_loss"] + found["b_loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
 class Teaching(Own):
