@@ -299,9 +299,9 @@ class BatchSource(ABC):
         return batch
 
     @property
-    def skipped(self) -> int:
-        """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
-        return 0
+    def skipped(self) -> set[int]:
+        """The records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
+        return set()
 
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""

@@ -120,12 +120,13 @@ class Pipeline(BatchSource):
         return bytes_to_cache(self._records.source.blocks, self._parser)
 
     @property
-    def skipped(self) -> int:
-        """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed.
+    def skipped(self) -> set[int]:
+        """The records that this rank has skipped so far; runs a few batches ahead of what was consumed.
 
-        In a step all ranks together have skipped `count` minus the sum of their `Batch.real`.
+        In other epochs other ranks skip them. In a step all ranks together have skipped `count` minus the sum of their
+        `Batch.real`.
         """
-        return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
+        return self._loader.skipped.union(self._not_images.export()[0].numpy().tolist())
 
     def scaled(self, batch: Batch) -> Batch:
         schema = self._records.schema
@@ -347,6 +348,7 @@ class Loader:
         reads, data, faults = unparsed
         records, real = (values.ravel() for values in reads.rows)
         arrays, bad = self._parse(records, data, faults)
+        self.skipped.update(records[real & bad].tolist())
         _, first, last = reads.steps
         count = np.array([self._plan.count(step) for step in range(first, last)], np.int64)
         ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
@@ -377,7 +379,6 @@ class Loader:
         arrays, unusable = parse_usable(self._parser, records, data, faults, self.name_record)
         if unusable and not self._skip_bad:
             raise self.error(next(iter(unusable.values())))
-        self.skipped.update(unusable)
         bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
         if self._cache:
             self._cache.save(records[~bad], arrays)

@@ -44,7 +44,7 @@ class LogTraining:
         values |= speed
         if skipped := int(run.parts.train_step.skipped):
             values["skipped_updates"] = skipped
-        if bad := int(run.group.sum([run.parts.train.skipped])[0]):
+        if bad := len(set().union(*run.group.gather(sorted(run.parts.train.skipped)))):
             values["skipped_records"] = bad
         values |= run.clock.take_blocked()
         aside = self._where_time_went(run, step, steps)

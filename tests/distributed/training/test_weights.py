@@ -223,7 +223,8 @@ def test_a_record_with_a_negative_weight_is_named_or_left_out(start: Start, here
     # Whichever of them a rank finds first.
     named = r"record \d+ .*feature importance: expected a weight of 0 or more; it is -[\d.e-]+ Read by rank \d of 2"
     assert re.search(named, finished.stderr), finished.text
-    finished = start([*words, "data.on_bad_record=skip"], 2)
+    # Shuffled, so that a record is on another rank in the second epoch.
+    finished = start([*words, "data.on_bad_record=skip", "data.shuffle=true"], 2)
     assert finished.returncode == 0, finished.text
     left_out = int(np.sum(TRAIN.importance < 0.01))
     assert metrics_of(tmp_path / "run", "train")[-1]["skipped_records"] == left_out > 0
