@@ -428,6 +428,13 @@ def test_check_data_names_all_bad_records() -> None:
     assert report.features["y"].high == 9
 
 
+def test_check_data_reads_on_after_a_bad_first_record(tmp_path: Path) -> None:
+    pa.parquet.write_table(pa.table({"x": [1.0, 2.0, 3.0], "y": [7, 1, 9]}), tmp_path / "a.parquet")
+    report = check_split(config(tmp_path / "a.parquet", targets=("y",), features={"y": {"classes": 3}}), "train")
+    assert [line.partition(": ")[2].partition(":")[0] for line in report.bad] == ["record 0", "record 2"]
+    assert report.features["y"].high == 1
+
+
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
