@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from made_records import batches, config, ids, pipeline
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from horovod_train.data import prepare
 from horovod_train.data.dataset import open_records
@@ -324,6 +324,7 @@ def test_a_failed_prepare_leaves_nothing_at_all(tmp_path: Path) -> None:
         ("a.webp", "RGB", [], "TensorFlow does not decode a WEBP with an animation"),
         ("a.gif", "L", ["--channels", 1], "TensorFlow decodes GIF in colours only"),
         ("a.png", "RGB", [], "is no JPEG, PNG, WebP, BMP or GIF"),
+        ("text.png", "RGB", [], r"cannot be read as an image: Decompressed data too large .*\.$"),
     ],
 )
 def test_an_image_that_tensorflow_cannot_decode_is_not_stored(
@@ -331,8 +332,11 @@ def test_an_image_that_tensorflow_cannot_decode_is_not_stored(
 ) -> None:
     (tmp_path / "images/cat").mkdir(parents=True)
     image, other = (Image.new("RGB", (8, 8), colour).convert(mode) for colour in ("red", "blue"))
-    more = {"save_all": True, "append_images": [other]} if name.endswith("webp") else {}
-    image.save(tmp_path / "images/cat" / name, "TIFF" if name.endswith("png") else None, **more)
+    more: dict[str, Any] = {"save_all": True, "append_images": [other]} if name.endswith("webp") else {}
+    if name == "text.png":
+        more["pnginfo"] = PngImagePlugin.PngInfo()
+        more["pnginfo"].add_itxt("workflow", "z" * 3_000_000, zip=True)
+    image.save(tmp_path / "images/cat" / name, "TIFF" if name == "a.png" else None, **more)
     with pytest.raises(UserError, match=f"cat/{name}: {said}"):
         run("images", "--images", tmp_path / "images", *words, "--out", tmp_path / "out")
 
