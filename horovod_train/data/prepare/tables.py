@@ -22,7 +22,7 @@ VECTOR = "inputs"
 _RAW_VALUES = 16
 """From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
 _BOOLEANS = {"true": 1, "false": 0}
-_MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "-", "?"}
+_MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "nan", "-nan", "-", "?"}
 """Cells that stand for a missing value in tables of other programs, in lower case."""
 
 
@@ -193,6 +193,12 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
                 f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
                 "leave the line out."
             )
+        infinite = np.flatnonzero(np.isinf(table[name])) if table[name].dtype.kind == "f" else ()
+        if len(infinite):
+            raise UserError(
+                f"{path}:{lines[1 + infinite[0]][0]}: {name}: expected a finite number that float32 holds; received "
+                f"{cells[infinite[0]]!r:.60}."
+            )
     return table
 
 
@@ -215,7 +221,7 @@ def _column(cells: Sequence[str], point: str) -> np.ndarray:
 def _as_numbers(cells: Sequence[str], point: str) -> np.ndarray | None:
     """Return cells as int64 or float32; None if some are no numbers. point: what stands before decimals.
 
-    Whole numbers that int64 does not hold are none: float32 would make one number of many.
+    Whole numbers that int64 does not hold are none: float32 would make one number of many. Nor is "nan".
     """
     if any("_" in cell for cell in cells):  # Python would leave it out
         return None
@@ -226,9 +232,11 @@ def _as_numbers(cells: Sequence[str], point: str) -> np.ndarray | None:
     except ValueError:
         pass
     try:
-        return np.array([float(cell.replace(point, ".")) for cell in cells], np.float32)
+        with np.errstate(over="ignore"):
+            numbers = np.array([float(cell.replace(point, ".")) for cell in cells], np.float32)
     except ValueError:
         return None
+    return None if np.isnan(numbers).any() else numbers
 
 
 def _find_missing(cells: Sequence[str], point: str) -> int | None:

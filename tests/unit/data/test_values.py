@@ -65,7 +65,7 @@ def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path
         load_table(table(tmp_path, "a;b", "1;2", "3; "))
 
 
-@pytest.mark.parametrize("cell", ["NA", "n/a", "null", "-", " None "])
+@pytest.mark.parametrize("cell", ["NA", "n/a", "null", "-", " None ", "NaN"])
 def test_a_cell_without_a_number_among_numbers_is_named(cell: str, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=rf"t\.csv:4: b holds numbers, and here '{cell.strip()}'; write a number or leave the"
@@ -74,6 +74,14 @@ def test_a_cell_without_a_number_among_numbers_is_named(cell: str, tmp_path: Pat
     words = load_table(table(tmp_path, "a,b", "1,north", f"5,{cell}"))
     assert words["b"].tolist() == ["north", cell.strip()]
     assert load_table(table(tmp_path, "a", cell))["a"].tolist() == [cell.strip()]
+
+
+@pytest.mark.parametrize("cell", ["inf", "-Infinity", "1e39", "9" * 5000])
+def test_a_number_that_float32_does_not_hold_is_named(cell: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        load_table(table(tmp_path, "a,b", "1,2.5", f"3,{cell}", "5,6"))
+    said = f"t.csv:3: b: expected a finite number that float32 holds; received {cell!r:.60}."
+    assert str(raised.value) == f"{tmp_path}/{said}"
 
 
 @pytest.mark.parametrize("form", WRITERS)
