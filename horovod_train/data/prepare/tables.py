@@ -144,10 +144,20 @@ def _write_csv(arguments: argparse.Namespace) -> None:
     table = load_table(arguments.file)
     inputs = arguments.inputs or [name for name in table if name not in arguments.targets]
     _check_names(arguments, arguments.file, inputs, list(table))
+    if not inputs:
+        raise UserError(f"--targets: names every column of {arguments.file}; leave one at least for the inputs.")
+    joined = not arguments.separate and all(table[name].dtype.kind in "if" for name in inputs)
+    if joined and VECTOR in arguments.targets:
+        raise UserError(
+            f"--targets: {VECTOR} is also what the vector of the numeric columns is called; rename the column in "
+            f"{arguments.file}, or give --separate."
+        )
     eval_table = load_table(arguments.eval_file) if arguments.eval_file else None
     if eval_table is not None:
         _check_names(arguments, arguments.eval_file, inputs, list(eval_table))
-    joined = not arguments.separate and all(table[name].dtype.kind in "if" for name in inputs)
+        text = next((name for name in inputs if joined and eval_table[name].dtype == object), None)
+        if text is not None:
+            raise UserError(f"{arguments.eval_file}: {text}: expected numbers, as for training; received text.")
 
     def choose(table: Arrays) -> Arrays:
         chosen = {name: table[name] for name in [*inputs, *arguments.targets]}

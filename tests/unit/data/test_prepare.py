@@ -394,6 +394,9 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
     (folder / "ragged.csv").write_text("a,b\n1,2\n3\n")
     (folder / "gap.csv").write_text("a,b\n1,2\n,4\n")
     (folder / "head.csv").write_text("a,b\n")
+    (folder / "ab.csv").write_text("a,inputs\n1,2\n3,4\n")
+    (folder / "text.csv").write_text("a,inputs\nbig,2\nsmall,4\n")
+    columns = ["csv", "--file", folder / "ab.csv", "--targets"]
     labels, table = ["--labels", folder / "l"], ["npz", "--file", folder / "a.npz", "--inputs", "x"]
     return [
         (["idx", "--images", folder / "gone", *labels], "gone: cannot be read: No such file"),
@@ -414,6 +417,12 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
         (["csv", "--file", folder / "ragged.csv"], "ragged.csv:3: expected 2 cells, as in the header; got 1"),
         (["csv", "--file", folder / "gap.csv"], "gap.csv:3: a is empty"),
         (["csv", "--file", folder / "head.csv"], "expected a header and at least one record"),
+        (
+            ["csv", "--file", folder / "ab.csv", "--eval-file", folder / "text.csv"],
+            "text.csv: a: expected numbers, as for training; received text.",
+        ),
+        ([*columns, "a", "inputs"], "--targets: names every column of "),
+        ([*columns, "inputs"], "--targets: inputs is also what the vector of the numeric columns is called; rename"),
         (["images", "--images", folder], "expected a folder for each class"),
         (["mlp-samples", "--records", "0"], "--records must be at least 1"),
         (["mlp-samples", "--out", "/proc/no"], "--out /proc/no: cannot be made"),
@@ -422,10 +431,10 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
     ]
 
 
-@pytest.mark.parametrize("case", range(20))
+@pytest.mark.parametrize("case", range(23))
 def test_wrong_sources_are_named(tmp_path: Path, case: int) -> None:
     cases = wrong_sources(tmp_path)
-    assert len(cases) == 20
+    assert len(cases) == 23
     words, said = cases[case]
     with pytest.raises(UserError) as error:
         run(words[0], "--out", tmp_path / "out", *words[1:])
