@@ -13,6 +13,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from horovod.tensorflow.mpi_ops import MPI_LIB
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import as_tf_variable, check_sendable, name_of
@@ -48,10 +49,7 @@ def broadcast_variables(
                 _check_alike(targets, root_rank, process_set)
     tf_variables = [as_tf_variable(variable) for variable in targets]
     with exchanging("hvd.broadcast_variables") if tf.executing_eagerly() else nullcontext():
-        if inplace:
-            hvd.broadcast_variables(tf_variables, root_rank, process_set, inplace)
-        else:
-            _broadcast_by_position(tf_variables, root_rank, process_set)
+        _broadcast_by_position(tf_variables, root_rank, process_set, inplace)
 
 
 def _check_alike(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet) -> None:
@@ -155,7 +153,9 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
-def _broadcast_by_position(variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet) -> None:
+def _broadcast_by_position(
+    variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet, inplace: bool
+) -> None:
     """Broadcast variables under names by position: Keras numbers their names in each process separately."""
     # Broadcasts of one compiled step overlap, so they need different names.
     prefix = "broadcast_variables"
@@ -168,8 +168,20 @@ def _broadcast_by_position(variables: Sequence[tf.Variable], root_rank: int, pro
             value = hvd.broadcast(variable, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
             variable.assign(value)
 
+    def broadcast_all_in_place() -> None:
+        by_device: dict[str, list[tuple[str, Any]]] = {}
+        for number, variable in enumerate(variables):
+            by_device.setdefault(variable.device, []).append((f"{prefix}.{number}", variable.handle))
+        for named in by_device.values():
+            names, handles = zip(*named, strict=True)
+            # Not hvd.broadcast_, which takes the variables' names.
+            MPI_LIB.horovod_broadcast_inplace_resource(
+                handles, variable_names=names, root_rank=root_rank, process_set_id=process_set.process_set_id
+            )
+
     # One graph, so that the exchanges overlap. Not called as a tf.function: TensorFlow would warn of retracing.
-    tf.function(broadcast_all, autograph=False).get_concrete_function()()
+    broadcast = broadcast_all_in_place if inplace else broadcast_all
+    tf.function(broadcast, autograph=False).get_concrete_function()()
 
 
 def _variables_in(argument: Any) -> Iterator[Any]:

@@ -134,6 +134,11 @@ def test_one_compiled_step_broadcasts_twice(ranks: list[dict[str, Any]]) -> None
         assert facts["two_broadcasts"] == list(range(60))
 
 
+def test_variables_are_broadcast_in_place_whatever_their_names_are(ranks: list[dict[str, Any]]) -> None:
+    assert [facts["in_place"] for facts in ranks] == [ranks[-1]["in_place"]] * len(ranks)
+    assert ranks[0]["in_place"][1:] == [len(ranks) - 1, [2 * (len(ranks) - 1)]]
+
+
 def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert facts["partial_in_fit"] == facts["process_set_in_fit"] == "accepted"

@@ -260,6 +260,10 @@ several = [[tf.Variable(100.0 * rank + number) for number in range(first, first 
 two_broadcasts()
 facts["two_broadcasts"] = [float(variable.numpy()) for variables in several for variable in variables]
 
+in_place = [dense(rank), tf.Variable(float(rank)), tf.Variable([2.0 * rank])]
+hvd.broadcast_variables(in_place, root_rank=size - 1, inplace=True)
+facts["in_place"] = [weights(in_place[0]).tobytes().hex(), *(variable.numpy().tolist() for variable in in_place[1:])]
+
 x, y, ones = hvd.shard(np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)
 rows = hvd.shard(tf.data.Dataset.from_tensor_slices((np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)))
 facts["shard"] = [x.tolist(), y.tolist(), ones.tolist()]
