@@ -70,6 +70,16 @@ def set_mask(value: Any, mask: tf.Tensor | None) -> None:
         value._keras_mask = mask
 
 
+def weights_of_slots(slots: Iterable[Any], weights: Iterable[keras.Variable]) -> list[tuple[Any, Any]]:
+    """Return each slot of an optimizer with the weight that Keras named it after; with None, one of no weight."""
+    by_name = {weight.path.replace("/", "_"): weight for weight in weights}
+    pairs = []
+    for slot in slots:
+        names = [name for name in by_name if slot.name.startswith(f"{name}_")]
+        pairs.append((slot, by_name[max(names, key=len)] if names else None))
+    return pairs
+
+
 def name_counts() -> dict[str, int] | None:
     """Return how many names of each kind Keras has given in this process, which it changes; None in a later Keras."""
     try:

@@ -26,7 +26,7 @@ from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
-from horovod_train.keras_seams import take_class
+from horovod_train.keras_seams import take_class, weights_of_slots
 
 _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
@@ -225,16 +225,13 @@ def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
 def slots_like_weights(slots: Sequence[Any], weights: Sequence[keras.Variable]) -> list[tuple[Any, keras.Variable]]:
     """Return the slots of a new optimizer that begin as copies of their weights, as those of ScheduleFreeAdamW do.
 
-    Keras names a slot after its weight; a kind of slot copies if each of its slots does.
+    A kind of slot copies if each of its slots does.
     """
     kinds: dict[str, list[tuple[Any, keras.Variable]]] = {}
-    by_name = {weight.path.replace("/", "_"): weight for weight in weights}
-    for slot in slots:
-        names = [name for name in by_name if slot.name.startswith(f"{name}_")]
-        if names:
-            name = max(names, key=len)
-            kind = slot.path.removesuffix(slot.name) + slot.name.removeprefix(name)
-            kinds.setdefault(kind, []).append((slot, by_name[name]))
+    for slot, weight in weights_of_slots(slots, weights):
+        if weight is not None:
+            kind = slot.path.removesuffix(slot.name) + slot.name.removeprefix(weight.path.replace("/", "_"))
+            kinds.setdefault(kind, []).append((slot, weight))
     copying = (pairs for pairs in kinds.values() if _are_copies(pairs))
     return [pair for pairs in copying for pair in pairs]
 

@@ -9,7 +9,6 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # Python's own TimeoutError only from 3.11 on
 from contextlib import ExitStack
@@ -24,10 +23,11 @@ import tensorflow as tf
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import key_of, name_of
 from horovod_train.distributed.objects import HOST
-from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.backup import restore_from_root
 from horovod_train.keras.values import switch_off_xla
+from horovod_train.keras_seams import weights_of_slots
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, set_awaits_broadcast
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
@@ -73,7 +73,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     this callback, root writes, and all ranks continue from what root has.
 
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
-    which each rank keeps its own value.
+    which each rank keeps its own value and optimizer state, as of those that an optimizer's register_local_var names.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
@@ -87,6 +87,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._callbacks: list[keras.callbacks.Callback] = []
         self._compares_losses = False
         self._nan_callbacks: list[Any] = []
+        self._optimizers: list[Any] = []
+        """The one that `compile` was given, and those that the model keeps in attributes."""
         self._planned_batches: int | None = None
         """Number of batches in the current epoch."""
 
@@ -97,6 +99,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         begin_watch()  # before any exchange here: a rank that makes others is then named
         self._has_broadcast = False
+        parts = [self.model.optimizer, *parts_in(vars(self.model), keras.optimizers.Optimizer)]
+        self._optimizers = list({id(part): part for part in parts if part is not None}.values())
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
         self._end_epoch = EndEpoch()
@@ -124,13 +128,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         self._has_broadcast = True
         set_awaits_broadcast(False)
-        variables, optimizer = list(self.model.weights), self.model.optimizer
-        if optimizer is not None:  # a model with several optimizers stores them itself
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            variables += optimizer.variables
+        model, weights = self.model, self.model.weights
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        slots = [slot for optimizer in self._optimizers for slot in optimizer.variables]
+        pairs = [*((weight, weight) for weight in weights), *weights_of_slots(slots, weights)]
+        shared = [variable for variable, weight in pairs if weight is None or not self._is_local(weight)]
         with tf.device(self._device):
-            broadcast_variables(self._without_local(variables), self.root_rank)
+            broadcast_variables(shared, self.root_rank)
+
+    def _is_local(self, variable: Any) -> bool:
+        """Return whether each rank keeps its own value of a weight, by this callback or by an optimizer."""
+        combiners = [getattr(optimizer, "gradient_combiner", None) for optimizer in self._optimizers]
+        is_named = key_of(variable) in self._local_keys
+        return is_named or any(combiner.is_local(variable) for combiner in combiners if combiner)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches_done, self._has_met = epoch + 1, 0, False
@@ -202,17 +213,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if hvd.rank() == self.root_rank or getattr(callback, "raise_error", False):
                 callback.on_batch_end(batch, {"loss": math.nan})
 
-    def _without_local(self, variables: Iterable[Any]) -> list[Any]:
-        return [variable for variable in variables if key_of(variable) not in self._local_keys]
-
     def _check_agreement(self) -> None:
         """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
         combiner = getattr(self.model.optimizer, "gradient_combiner", None)
         ranks = combiner.process_set if combiner else hvd.global_process_set
         if not guards().check_weights or not ranks.included():
             return
-        variables = self._without_local(self.model.trainable_variables)
-        variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
+        variables = [variable for variable in self.model.trainable_variables if not self._is_local(variable)]
         rank_digests = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
         with exchanging("the end of an epoch of model.fit"):
             digests = hvd.allgather(rank_digests[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()

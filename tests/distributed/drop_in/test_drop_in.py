@@ -154,6 +154,14 @@ def test_a_model_without_variables_may_take_sixteen_steps_before_it_is_broadcast
     assert len({facts["unbuilt_weights"] for facts in ranks}) == 1
 
 
+def test_the_state_of_every_optimizer_of_a_model_is_broadcast(ranks: list[dict[str, Any]]) -> None:
+    assert [facts["slots_of_two"] for facts in ranks] == [[1.0, 1.0]] * len(ranks)
+
+
+def test_slots_of_local_variables_are_each_ranks_own(ranks: list[dict[str, Any]]) -> None:
+    assert [facts["slots_of_local"] for facts in ranks] == [[1.0, 1.0, rank, rank] for rank in range(len(ranks))]
+
+
 def test_a_copy_from_the_config_is_distributed_as_the_original_is(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert max(facts["of_its_config"]) < 1e-5

@@ -154,6 +154,48 @@ facts["partial_in_fit"] = error_of(
 facts["process_set_in_fit"] = error_of(lambda: fit(dense(), distributed(process_set=some), in_fit))
 if some.included():  # the others know nothing of it, and all exchange with each other after it
     loop(dense(), distributed(process_set=some))
+
+
+class TwoOptimizers(keras.Model):
+    """Trains its body with the optimizer of `compile`, and its head, in a train_step of its own, with another."""
+
+    def __init__(self, head_optimizer: Optimizer) -> None:
+        super().__init__()
+        self.inside, self.head_optimizer = dense(), head_optimizer
+        head_optimizer.build(self.inside.layers[-1].trainable_variables)
+        self.built = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.inside(x, training=training)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        body, head = (layer.trainable_variables for layer in self.inside.layers)
+        with tf.GradientTape(persistent=True) as tape:
+            loss = mse(self, x, y)
+        self.optimizer.apply(tape.gradient(loss, body), body)
+        self.head_optimizer.apply(tape.gradient(loss, head), head)
+        return {"loss": loss}
+
+
+def slots_at_the_first_batch(model: Model, optimizer: Optimizer, compiled: Optimizer) -> list[float]:
+    """The first number of each slot of `optimizer`: this rank's number, until `fit` has broadcast rank 1's."""
+    slots, found = optimizer.variables[2:], []
+    for slot in slots:
+        slot.assign(np.full(slot.shape, rank))
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: found.extend(float(slot.numpy().flat[0]) for slot in slots)
+    )
+    fit(model, compiled, [hvd.callbacks.BroadcastGlobalVariablesCallback(1), look])
+    return found[: len(slots)]
+
+
+of_head, own_head = distributed(), dense()
+facts["slots_of_two"] = slots_at_the_first_batch(TwoOptimizers(of_head), of_head, distributed())
+partial = hvd.PartialDistributedOptimizer(sgd(), local_layers=own_head.layers[-1])
+partial.build(own_head.trainable_variables)
+facts["slots_of_local"] = slots_at_the_first_batch(own_head, partial, partial)
+
 best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / "best.keras"))
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
 facts["best_of_root_1"] = Path(best.filepath).exists()
