@@ -74,6 +74,21 @@ def share_of_cores(cores: int, local_size: int) -> int:
     return max(1, cores // local_size)
 
 
+def chosen_before() -> DeviceConfig:
+    """Return what a script has set by itself, in TensorFlow or in its environment, as `pin` takes it."""
+
+    def threads(chosen: int, name: str) -> int | None:
+        variable = os.environ.get(name, "")  # TensorFlow reads it only where nothing is set
+        return chosen or (int(variable) if variable.isdecimal() else 0) or None
+
+    return DeviceConfig(
+        intra_op_threads=threads(tf.config.threading.get_intra_op_parallelism_threads(), "TF_NUM_INTRAOP_THREADS"),
+        inter_op_threads=threads(tf.config.threading.get_inter_op_parallelism_threads(), "TF_NUM_INTEROP_THREADS"),
+        soft_placement=tf.config.get_soft_device_placement(),
+        log_placement=tf.debugging.get_log_device_placement(),
+    )
+
+
 def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int) -> Device:
     """Make this rank's devices the only ones that TensorFlow uses, and set its numbers of threads.
 

@@ -18,8 +18,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_train.config.settings import DeviceConfig, WatchConfig
-from horovod_train.distributed.device import Device
+from horovod_train.config.settings import WatchConfig
+from horovod_train.distributed.device import Device, chosen_before
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, form_group, start_process
@@ -61,7 +61,7 @@ def init(
     comm: must be None; give the ranks of a part of the job as `process_sets`.
     process_sets: sets of ranks that will exchange among themselves; "dynamic" allows add_process_set later.
     pin_device: make the GPU with this process's local rank the only one it uses, and share the host's cores among its
-        ranks, unless the script has chosen GPUs before. What the script sets afterwards wins.
+        ranks, unless the script has chosen GPUs or threads. What the script sets, before or afterwards, wins.
     watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
         a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour. Elastic ranks are
         not watched.
@@ -157,7 +157,7 @@ def _pin(started: StartedProcess) -> Device:
     if len(tf.config.get_visible_devices("GPU")) < len(tf.config.list_physical_devices("GPU")):
         return _UNPINNED
     try:
-        return started.pin(DeviceConfig())
+        return started.pin(chosen_before())
     except RuntimeError as error:  # TensorFlow has started, and keeps what it has
         log.warning(f"hvd.init could not pin this process to a device: {error}. Call it before the first operation.")
         return _UNPINNED

@@ -16,7 +16,15 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 
 from horovod_train.config.settings import DeviceConfig
 from horovod_train.distributed import device, start
-from horovod_train.distributed.device import Device, choose_gpus, cpu_quota, pin, share_of_cores, usable_cores
+from horovod_train.distributed.device import (
+    Device,
+    choose_gpus,
+    chosen_before,
+    cpu_quota,
+    pin,
+    share_of_cores,
+    usable_cores,
+)
 from horovod_train.distributed.launch import key_value_store, local
 from horovod_train.errors import RunError, UserError
 
@@ -38,6 +46,18 @@ def test_each_local_rank_gets_gpus_of_its_own(
     gpu_count: int, local_rank: int, local_size: int, per_rank: int, expected: list[int]
 ) -> None:
     assert list(choose_gpus(gpu_count, local_rank, local_size, per_rank)) == expected
+
+
+def test_what_a_script_has_set_before_it_pins_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 7)
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 0)
+    monkeypatch.setattr(tf.config, "get_soft_device_placement", lambda: False)
+    monkeypatch.setattr(tf.debugging, "get_log_device_placement", lambda: False)
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "2")
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "3")
+    assert chosen_before() == DeviceConfig(intra_op_threads=7, inter_op_threads=3, soft_placement=False)
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "many")
+    assert chosen_before().inter_op_threads is None  # the share of the host's cores
 
 
 @pytest.mark.parametrize(
