@@ -175,13 +175,13 @@ def _distributed(base: type, combine: Combine) -> type:
 
     class Distributed(base, _Distributed):
         def __setattr__(self, name: str, value: Any) -> None:
-            # A LossScaleOptimizer does this to the optimizer that it takes. It would skip the steps in which *this*
-            # rank's gradients overflow, so ranks would exchange gradients of different steps. The first assignment is
-            # that of the optimizer's own constructor.
+            # LossScaleOptimizer and MultiOptimizer do this to an optimizer that they take. The former would skip the
+            # steps in which *this* rank's gradients overflow, so ranks would exchange gradients of different steps. The
+            # first assignment is that of the optimizer's own constructor.
             if name == "loss_scale_factor" and value is None and name in vars(self):
                 raise UserError(
-                    "LossScaleOptimizer(DistributedOptimizer(optimizer)): distribute the outer one instead: "
-                    "DistributedOptimizer(LossScaleOptimizer(optimizer))."
+                    f"{self.name} is distributed, and LossScaleOptimizer and MultiOptimizer take only an optimizer "
+                    "that is not. Distribute the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))."
                 )
             super().__setattr__(name, value)
 
@@ -225,19 +225,22 @@ class GradientExchange:
     Needs one more exchange per gradient. op "adasum" has its own order, rows are in the order of the ranks.
     """
 
+    owner: str = "DistributedOptimizer"
+    """What messages call it."""
+
     def __post_init__(self) -> None:
         if self.op not in OPS:
-            raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {self.op!r}.")
+            raise UserError(f"{self.owner}: op must be one of {', '.join(OPS)}; received {self.op!r}.")
         if self.compression not in (*COMPRESSORS, "bf16") and not hasattr(self.compression, "decompress"):
-            raise UserError(
-                f"DistributedOptimizer: compression must be none, fp16 or bf16; received {self.compression!r}."
-            )
+            raise UserError(f"{self.owner}: compression must be none, fp16 or bf16; received {self.compression!r}.")
         if self.predivide != 1.0 and (self.op != "average" or self.compression == "bf16"):
-            raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
+            raise UserError(
+                f"{self.owner}: gradient_predivide_factor goes with op average, and not with compression bf16."
+            )
         if self.op == "adasum":
             if self.ranks.process_set_id != hvd.global_process_set.process_set_id:
-                raise UserError("DistributedOptimizer: op adasum is over all ranks; leave process_set out.")
-            _check_adasum(self.compression)
+                raise UserError(f"{self.owner}: op adasum is over all ranks; leave process_set out.")
+            _check_adasum(self.owner, self.compression)
 
     def __call__(self, gradient: Any, name: str) -> Any:
         name, ranks = exchange_name(name), self.ranks
@@ -295,7 +298,7 @@ class GradientExchange:
         Raises UserError for what does not go with it: op adasum, compression bf16, deterministic.
         """
         if self.op == "adasum" or self.compression == "bf16" or self.deterministic:
-            raise UserError("DistributedOptimizer: groups do not go with op adasum, compression bf16 or deterministic.")
+            raise UserError(f"{self.owner}: groups do not go with op adasum, compression bf16 or deterministic.")
         packed = [self._compressor.compress(gradient) for gradient in gradients]
         sums = hvd.grouped_allreduce(
             [wire for wire, _ in packed],
@@ -335,10 +338,10 @@ class GradientExchange:
         return compressor.decompress(combined, context)
 
 
-def _check_adasum(compression: str | type) -> None:
+def _check_adasum(owner: str, compression: str | type) -> None:
     if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs reaches the other hosts over MPI
-        raise UserError("horovod.op: adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun.")
+        raise UserError(f"{owner}: op adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun.")
     if hvd.size() & (hvd.size() - 1):
-        raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {hvd.size()}.")
+        raise UserError(f"{owner}: op adasum needs a power of two of ranks; received {hvd.size()}.")
     if compression == "bf16":
-        raise UserError("horovod.compression: bf16 does not go with op: adasum; use none or fp16.")
+        raise UserError(f"{owner}: compression bf16 does not go with op adasum; use none or fp16.")

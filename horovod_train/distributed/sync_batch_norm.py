@@ -31,21 +31,23 @@ class _Synchronised:
     """Marks the subclasses that synchronise_batch_norm makes."""
 
 
-def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -> keras.Model:
+def synchronise_batch_norm(
+    model: keras.Model, *, deterministic: bool = False, owner: str = "hvd.synchronise_batch_norm"
+) -> keras.Model:
     """Make the BatchNormalization layers of a built model normalise over the batch of all ranks in training.
 
     Returns the same model with the same weights. The class of each such layer becomes a subclass with the same name, so
     the model is saved as a plain one and loads without Horovod. The moving statistics are equal on all ranks. Every
     rank must call the model in training equally often, and without jit_compile: XLA cannot compile the exchange, and
-    tracing it raises UserError. deterministic: as in DistributedOptimizer.
+    tracing it raises UserError. deterministic: as in DistributedOptimizer. owner: what messages call it.
 
     Raises UserError if there is no such layer, or one that cannot be synchronised.
     """
     layers = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
     if not layers:
-        raise UserError("train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out.")
+        raise UserError(f"{owner}: the model has no BatchNormalization layer. Leave it out.")
     for layer in layers:
-        _synchronise(layer, deterministic=deterministic)
+        _synchronise(layer, deterministic=deterministic, owner=owner)
     return model
 
 
@@ -84,14 +86,14 @@ def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
             yield from parts_in(part, kind)
 
 
-def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool) -> None:
+def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool, owner: str) -> None:
     base = type(layer)
     if issubclass(base, _Synchronised):
         return
     renorm = getattr(layer, "renorm", False)  # Keras 3.12, the last for Python 3.10, has no renorm
     if base.call is not keras.layers.BatchNormalization.call or renorm:
         reason = "renorm=True" if renorm else f"its own call() ({base.__name__})"
-        raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
+        raise UserError(f"{owner}: cannot synchronise layer {layer.path}: it has {reason}.")
 
     number_of_layer = functools.cache(lambda: next(_layer_numbers))
 

@@ -233,6 +233,7 @@ class GradientCombiner:
             ranks=self.process_set,
             sparse_as_dense=self.sparse_as_dense,
             predivide=self.gradient_predivide_factor,
+            owner=self.owner,
         )
         self._groups = self.groups if self.groups is not None else self.num_groups or None
         is_number = isinstance(self._groups, int) and self._groups >= 1

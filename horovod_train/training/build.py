@@ -196,7 +196,7 @@ def _prepare_model(model: keras.Model, config: Config, group: WorkerGroup) -> ke
     check_sendable(model.weights)
     check_have_gradients(model.trainable_weights)
     if config.train.sync_batch_norm:
-        synchronise_batch_norm(model, deterministic=config.deterministic)
+        synchronise_batch_norm(model, deterministic=config.deterministic, owner="train.sync_batch_norm")
     model = _cut(model, config.device.cut_before, devices)
     if not model.trainable_weights:
         raise UserError("model: it has no weights to train.")
@@ -316,6 +316,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
         sparse_as_dense=sent.sparse_as_dense,
         predivide=sent.predivide,
         deterministic=config.deterministic,
+        owner="horovod",
     )
 
     def make_step(state: TrainState) -> TrainStep:

@@ -71,6 +71,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         refused = facts["refused"]
         assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
         assert refused["twice"].endswith(" is distributed already; wrap it once.")
+        for name in ("inside_loss_scale", "inside_multi"):
+            assert "and LossScaleOptimizer and MultiOptimizer take only an optimizer that is not." in refused[name]
+        assert refused["predivided_sum"].startswith("DistributedGradientTape: gradient_predivide_factor goes with")
         assert refused["half_twice"].endswith(" is distributed already; wrap it once.")
         assert refused["half_in_a_loop"].endswith("Differentiate optimizer.scale_loss(loss).")
         assert "give compile that one: optimizer = hvd.DistributedOptimizer(optimizer)" in refused["half_not_taken"]

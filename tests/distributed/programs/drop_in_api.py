@@ -70,6 +70,8 @@ facts["refused"] = {
     "float8_passes": error_of(lambda: two_updates_of_float8(backward_passes_per_step=2)),
     "twice": error_of(lambda: hvd.DistributedOptimizer(distributed())),
     "inside_loss_scale": error_of(lambda: keras.optimizers.LossScaleOptimizer(distributed())),
+    "inside_multi": error_of(lambda: keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(distributed(), {}))),
+    "predivided_sum": error_of(lambda: with_tape(op=hvd.Sum, gradient_predivide_factor=2.0)(tf.GradientTape())),
     "unknown_process_set": error_of(lambda: distributed(process_set=hvd.ProcessSet([0]))),
     "predivide": error_of(lambda: distributed(gradient_predivide_factor=0.0)),
     "unbuilt": error_of(lambda: hvd.broadcast_model(keras.Sequential([keras.layers.Dense(1)]))),

@@ -261,7 +261,7 @@ def test_misuse_is_refused_in_one_line(rank_facts: RankFacts) -> None:
     assert "is distributed already" in facts["wrapped_twice"]
     assert "op must be one of average, sum, adasum; received 'mean'" in facts["unknown_op"]
     assert "compression must be none, fp16 or bf16; received 'zip'" in facts["unknown_compression"]
-    assert "predivide goes with op average" in facts["predivided_sum"]
+    assert "gradient_predivide_factor goes with op average" in facts["predivided_sum"]
 
 
 @pytest.mark.long

@@ -64,8 +64,8 @@ def test_inference_exchanges_nothing(rank_facts: RankFacts, launcher: str, np: i
 def test_what_cannot_be_synchronised_is_refused(rank_facts: RankFacts) -> None:
     facts = rank_facts("sync_batch_norm", "srun", 2)[0]
     none, renorm, own = facts["refused"]
-    assert none == "train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out."
-    assert renorm.startswith("train.sync_batch_norm: cannot synchronise layer ")
+    assert none == "hvd.synchronise_batch_norm: the model has no BatchNormalization layer. Leave it out."
+    assert renorm.startswith("hvd.synchronise_batch_norm: cannot synchronise layer ")
     assert renorm.endswith("/re: it has renorm=True.")
     assert own.endswith("/own: it has its own call() (Own).")
 

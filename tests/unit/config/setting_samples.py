@@ -100,7 +100,7 @@ ELSEWHERE = {"device.memory_growth": "read where there is a GPU"}
 """Settings that a run on this machine has no use for."""
 
 REFUSED_WHEN_BUILT = {
-    ("horovod.op=adasum",): "horovod.op: adasum needs MPI",
+    ("horovod.op=adasum",): "horovod: op adasum needs MPI",
     ("data.features", "data.parse"): "data.parse: takes the place of data.features; give one of them.",
     ("data.parse", "data.augment"): "data.augment: is for inputs [height, width, channels]",
     ("optimizer", "train.weight_decay_1d"): "train.weight_decay_1d: there is no weight decay",
