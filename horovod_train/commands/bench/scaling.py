@@ -30,7 +30,14 @@ from horovod_train.config.loader import dump
 from horovod_train.config.registry import import_extra
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig, LogConfig
-from horovod_train.distributed.launch.local import Way, best_way, launch_command, start_program, wait_for_all
+from horovod_train.distributed.launch.local import (
+    Way,
+    best_way,
+    launch_command,
+    start_program,
+    visible_gpus,
+    wait_for_all,
+)
 from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.rank_log import read_stories
@@ -211,16 +218,14 @@ def environments_apart(ranks: int, per_rank: int) -> list[dict[str, str]]:
 
     None of them where all are hidden. Raises UserError if there are too few.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        names = [str(number) for number in range(ranks * per_rank)]
-    else:
-        names = [name for name in re.split("[, ]+", visible) if name not in ("", "-1")]
-        if names and len(names) < ranks * per_rank:
-            raise UserError(
-                f"bench scaling: {ranks} ranks of {per_rank} take {ranks * per_rank} GPUs; CUDA_VISIBLE_DEVICES names "
-                f"{len(names)}: {visible}. Name more there, or give a lower --np."
-            )
+    needed, names = ranks * per_rank, visible_gpus()
+    if names is None:
+        names = [str(number) for number in range(needed)]
+    if 0 < len(names) < needed:
+        raise UserError(
+            f"bench scaling: {ranks} ranks of {per_rank} take {needed} GPUs; CUDA_VISIBLE_DEVICES names {len(names)}: "
+            f"{','.join(names)}. Name more there, or give a lower --np."
+        )
     apart = [names[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} if each else {} for each in apart]
 

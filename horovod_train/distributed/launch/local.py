@@ -132,10 +132,15 @@ def is_linked_with_mpi(library: Path) -> bool:
         return content.find(b"libmpi") >= 0
 
 
+def visible_gpus() -> list[str] | None:
+    """Return what CUDA_VISIBLE_DEVICES names, indices or UUIDs; None if it is not set: then all GPUs are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is None else [name for name in re.split("[, ]+", visible) if name not in ("", "-1")]
+
+
 def list_gpus() -> dict[int, str]:
     """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the driver lists hidden ones too
-    names = None if visible is None else [name for name in re.split("[, ]+", visible) if name not in ("", "-1")]
+    names = visible_gpus()  # the driver lists hidden ones too
     if names == [] or shutil.which("nvidia-smi") is None:  # all hidden: ranks are to compute on CPU
         return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
