@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -57,6 +57,8 @@ class Facts:
     built_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The learning rates that the config or the model gave, by name; callbacks may have changed what the arrays hold.
     {} if they follow schedules, or if an earlier version saved."""
+    class_names: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """The names of classes in the training records, by feature; none if an earlier version saved."""
     began_at: str = ""
     """The path in checkpoint.resume at which the run began; "" if at none, or if an earlier version saved."""
 

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     weights = load_weights(model, saved, arguments.weights)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:
-        write_model(model, draft, class_names(config.data))
+        write_model(model, draft, class_names(config.data, saved.facts.class_names))
         replace(draft, out, artifact)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error

@@ -16,7 +16,7 @@ import re
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -222,6 +222,8 @@ class BatchSource(ABC):
     """Whether the records have weights in the loss."""
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from."""
+    class_names: Mapping[str, Sequence[str]]
+    """The names of classes, by feature; none of a stream."""
     files: str
     """The parts as source.pack packs them; "" if there are none."""
     order_settings: str

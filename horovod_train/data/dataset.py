@@ -263,8 +263,7 @@ def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
 
 def check_same_labels(records: Records, training: Records) -> None:
     """Raise UserError if a label of the records stands for another class than in the training records."""
-    named = {name: feature.class_names for name, feature in records.schema.features.items()}
-    check_same_classes(training.schema, training.setting, named, records.setting)
+    check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
 
 
 def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
@@ -287,14 +286,13 @@ def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
     return dataclasses.replace(config, features=features)
 
 
-def class_names(config: DataConfig, schema: Schema | None = None) -> tuple[str, ...]:
-    """Return the names of the classes of the only target, as the config or else the schema has them."""
-    settings = config.features.get(config.targets[0]) if len(config.targets) == 1 else None
-    if isinstance(settings, Mapping) and settings.get("class_names"):
-        return tuple(settings["class_names"])
-    features = schema.features.items() if schema else ()
-    named = [feature.class_names for name, feature in features if feature.class_names and name not in config.inputs]
-    return named[0] if len(named) == 1 else ()
+def class_names(config: DataConfig, named: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the names of the classes of the only target. named: those of records, by feature; else the config's."""
+    features = config.features.items()
+    in_config = {name: of["class_names"] for name, of in features if isinstance(of, Mapping) and of.get("class_names")}
+    named = {**in_config, **named}
+    targets = config.targets or [name for name in named if name not in config.inputs]
+    return tuple(named.get(targets[0], ())) if len(targets) == 1 else ()
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:

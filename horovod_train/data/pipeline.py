@@ -88,6 +88,7 @@ class Pipeline(BatchSource):
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
+        self.class_names = {name: names for name, names in records.schema.class_names.items() if name in used}
         self.files = source.pack(source.names_of(records.source.parts))
         self.order_settings = (
             "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "

@@ -39,6 +39,11 @@ class Schema:
     expected: dict[str, ExpectedCount] = dataclasses.field(default_factory=dict, compare=False)
     """By folder of the files that the schema describes: the count in the folder's dataset.json."""
 
+    @property
+    def class_names(self) -> dict[str, tuple[str, ...]]:
+        """The names of classes, by feature; of those that have names."""
+        return {name: feature.class_names for name, feature in self.features.items() if feature.class_names}
+
 
 @dataclass(frozen=True)
 class _Content:
@@ -169,10 +174,12 @@ def _first_difference(first: Schema, other: Schema) -> str | None:
     return None
 
 
-def check_same_classes(schema: Schema, where: str, named: Mapping[str, Sequence[str]], other: str) -> None:
-    """Raise UserError if a label stands for another class in other records. named: their classes by feature."""
-    for name, feature in schema.features.items():
-        expected, found = feature.class_names, tuple(named.get(name, ()))
+def check_same_classes(
+    named: Mapping[str, Sequence[str]], where: str, others: Mapping[str, Sequence[str]], other: str
+) -> None:
+    """Raise UserError if a label stands for another class in other records. named, others: their classes by feature."""
+    for name in named:
+        expected, found = tuple(named[name]), tuple(others.get(name, ()))
         if not expected or not found or expected == found:
             continue
         pairs = itertools.zip_longest(found, expected, fillvalue="no class")

@@ -19,10 +19,11 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.tensors import Checkpoint, load
-from horovod_train.config.settings import AUTO, Config
+from horovod_train.config.settings import AUTO, Config, DataConfig
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
-from horovod_train.data.dataset import class_names
+from horovod_train.data.dataset import Records, class_names
 from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
@@ -47,7 +48,10 @@ _MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model on the ranks of a group. checkpoint: its folder; step, epoch, records: when it was saved."""
+    """A trained model on the ranks of a group. checkpoint: its folder; step, epoch, records: when it was saved.
+
+    class_names: of the training records, by feature; none if an earlier version saved.
+    """
 
     group: WorkerGroup
     model: keras.Model
@@ -56,6 +60,7 @@ class Trained:
     step: int
     epoch: int
     records: int
+    class_names: Mapping[str, Sequence[str]]
 
 
 def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, float | int | str] | None:
@@ -65,7 +70,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
     """
     with _restored(config, checkpoint, weights) as trained:
         group = trained.group
-        records = open_on_all_ranks(config.data, ["eval"], group)["eval"]
+        records = _open_records(config.data, trained)
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             _add_penalties(config, trained)
@@ -79,6 +84,14 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
             about["skipped_records"] = skipped
         is_root = group.is_root
     return {**values, **about, "weights": trained.weights, "checkpoint": trained.checkpoint} if is_root else None
+
+
+def _open_records(data: DataConfig, trained: Trained, *, needs_labels: bool = True) -> Records:
+    """Collective: open data.eval, in which labels must stand for the same classes as in the training records."""
+    records = open_on_all_ranks(data, ["eval"], trained.group, needs_labels=needs_labels)["eval"]
+    with trained.group.raise_together():
+        check_same_classes(trained.class_names, "the training records", records.schema.class_names, records.setting)
+    return records
 
 
 def _add_penalties(config: Config, trained: Trained) -> None:
@@ -98,12 +111,13 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
         data = dataclasses.replace(config.data, eval=tuple(paths))
-        records = open_on_all_ranks(data, ["eval"], group, needs_labels=False)["eval"]
+        records = _open_records(data, trained, needs_labels=False)
         unlabelled = dataclasses.replace(config, data=dataclasses.replace(data, targets=(), weight=None))
         with group.raise_together():
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
             outputs = Outputs(model, pipeline, "data.eval")
-            about = RecordNames(records.files(), class_names(config.data, records.schema), _are_logits(config, model))
+            names = class_names(config.data, trained.class_names or records.schema.class_names)
+            about = RecordNames(records.files(), names, _are_logits(config, model))
             file = open_predictions(out, outputs.specs, pipeline.num_records, about, is_root=group.is_root)
 
         def collect(batches: Batches, steps: int, _: StepSize) -> None:
@@ -133,11 +147,12 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     with RunEnd(group, no_log, open_watchdog(group, no_log, config.watch)) as run_end:
         model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
-            about: tuple[Weights, str, int, int, int] = (weights, "", 0, 0, 0)
+            about: tuple[Any, ...] = ()
             if group.is_root:
                 saved = open_checkpoint(checkpoint, "--checkpoint")
-                loaded, facts = load_weights(model, saved, weights), saved.facts
-                about = (loaded, str(saved.folder), facts.step, facts.epoch, facts.records)
+                facts, folder = saved.facts, str(saved.folder)
+                loaded = load_weights(model, saved, weights)
+                about = (loaded, folder, facts.step, facts.epoch, facts.records, dict(facts.class_names))
         group.broadcast(model.weights)
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()

@@ -305,6 +305,7 @@ def _how_to_resume(config: Config, reason: StopReason) -> str:
 def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
     seconds, _, records = run.clock.read()
     state, at_walltime = run.state, run.stopping.at_walltime
+    names = class_names(run.config.data, run.parts.train.class_names)
     return {
         "steps": int(state.step),
         "epochs": int(state.epoch),
@@ -314,7 +315,7 @@ def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
         "weights_sha256": state.weights_sha256(),
         "versions": consistency.versions(),
         "config": as_dict(run.config),
-        **({"class_names": names} if (names := list(class_names(run.config.data))) else {}),
+        **({"class_names": list(names)} if names else {}),
         "ended": reason.text,
         "finished": not reason.restartable,
         **({"at_walltime": at_walltime} if at_walltime else {}),

@@ -120,7 +120,7 @@ def open_described(
     schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path, labels)
     for store in nonempty[1:]:
         named = {name: defaults.get("class_names", ()) for name, defaults in store.defaults.items()}
-        check_same_classes(schema, nonempty[0].path, named, store.path)
+        check_same_classes(schema.class_names, nonempty[0].path, named, store.path)
     if config.on_bad_record == "error":
         for store in nonempty:
             number, arrays = _first_record(store)

@@ -108,6 +108,7 @@ def _facts(run: Run) -> Facts:
         versions=consistency.versions(),
         data=parts.train.fingerprint,
         data_files=parts.train.files,
+        class_names=dict(parts.train.class_names),
         callbacks=parts.callbacks.state(),
         built_rates=state.built_rates,
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,

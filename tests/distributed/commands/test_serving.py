@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Finished, metrics_of, run_process, split_records, train
+from conftest import Finished, metrics_of, run_process, split_records, summary_of, train
 from made_digits import images_of
 
 from horovod_train.tfrecord_framing import frame
 
+NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+"""Of the classes, in the dataset.json of the records."""
 CONFIG = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
 precision: mixed_bfloat16
@@ -56,7 +59,12 @@ assert not [name for name in sys.modules if name.startswith("horovod")]
 @pytest.fixture(scope="module")
 def run_dir(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serving")
-    (folder / "config.yaml").write_text(CONFIG.format(data=digits))
+    schema = json.loads((digits / "dataset.json").read_text())
+    for name, names in (("data", NAMES), ("reversed", NAMES[::-1])):
+        shutil.copytree(digits, folder / name)
+        schema["features"]["label"]["class_names"] = names
+        (folder / name / "dataset.json").write_text(json.dumps(schema))
+    (folder / "config.yaml").write_text(CONFIG.format(data=folder / "data"))
     words = ["--config", folder / "config.yaml", "--output-dir", folder / "run"]
     finished = train(words, launcher="mpirun", np=2)
     assert finished.returncode == 0, finished.text
@@ -122,11 +130,17 @@ def test_predictions_are_in_record_order_at_any_number_of_ranks(
     else:
         head, *_ = out.read_text().splitlines()
         assert head.split(",")[:2] == ["record", "output[0]"]
-        table = np.loadtxt(out, delimiter=",", skiprows=1)
+        table = np.loadtxt(out, delimiter=",", skiprows=1, usecols=range(11))
         record, output = table[:, 0], table[:, 1:]
     assert record.tolist() == list(range(360))
     assert np.allclose(output, predicted, atol=2e-2 * np.abs(predicted).max())
     assert {path.name for path in tmp_path.iterdir()} == {out.name}
+
+
+def test_names_of_classes_are_those_of_the_training_records(run_dir: Path, predicted: np.ndarray) -> None:
+    with np.load(run_dir.parent / "one.npz") as found:
+        assert found["class"].tolist() == [NAMES[number] for number in predicted.argmax(axis=1)]
+    assert summary_of(run_dir)["class_names"] == NAMES
 
 
 def test_predictions_are_those_of_the_records(digits: Path, run_dir: Path, predicted: np.ndarray) -> None:
@@ -151,6 +165,7 @@ def test_records_without_targets_can_be_predicted(
     schema = json.loads((digits / "dataset.json").read_text())
     (tmp_path / "dataset.json").write_text(json.dumps({**schema, "counts": {}}))
     done(train(["predict", run_dir, "--data", tmp_path / "new", "--out", tmp_path / "new.npz"]))
+    assert set(np.load(tmp_path / "new.npz")["class"]) <= {*NAMES}  # which these records do not have
     assert np.allclose(np.load(tmp_path / "new.npz")["output"], predicted[:50], atol=2e-2 * np.abs(predicted).max())
 
 
@@ -162,6 +177,8 @@ def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
 ) -> None:
     out = tmp_path / ("model.keras" if kind == "keras" else "model")
     done(train(["export", run_dir, "--out", out]))
+    if kind == "keras":
+        assert json.loads(zipfile.ZipFile(out).read("class_names.json")) == NAMES
     np.save(tmp_path / "images.npy", images_of(digits / "eval")[0])
     (tmp_path / "elsewhere").mkdir()
     words = [kind, str(out), str(tmp_path / "images.npy"), str(tmp_path / "outputs.npy")]
@@ -177,6 +194,14 @@ BAD = {
     "no records": (["evaluate", "{run}", "data.eval={here}/none"], "data.eval: {here}/none"),
     "nothing to evaluate": (["evaluate", "{run}", "data.eval=[]", "checkpoint.best=null"], "data.eval: is required"),
     "another model": (["evaluate", "{run}", "model=convnet"], "it was saved from another model"),
+    "other classes": (
+        ["evaluate", "{run}", "data.eval={reversed}"],
+        "data.eval: label 0 is nine; in the training records it is zero",
+    ),
+    "other classes to predict": (
+        ["predict", "{run}", "--data", "{reversed}", "--out", "{here}/x.npz"],
+        "data.eval: label 0 is nine; in the training records it is zero",
+    ),
     "form of predictions": (
         ["predict", "{run}", "--out", "{here}/x.json"],
         "expected a name that ends in .npz or .csv",
@@ -193,7 +218,7 @@ def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, name: str) -> 
     saved = run_dir.parent / "saved"
     saved.mkdir(exist_ok=True)
     (saved / "saved_model.pb").touch()
-    places = {"run": run_dir, "here": tmp_path, "saved": saved}
+    places = {"run": run_dir, "here": tmp_path, "saved": saved, "reversed": run_dir.parent / "reversed" / "eval"}
     finished = train([word.format(**places) for word in words])
     assert finished.returncode == 2, finished.text
     (line,) = finished.stderr.splitlines()

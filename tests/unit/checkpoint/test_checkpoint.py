@@ -229,12 +229,13 @@ def test_a_manifest_must_vouch_for_the_files_beside_it_that_are_read(run: Run, f
         verify(run.place(3))
 
 
-def test_a_checkpoint_of_before_files_were_noted_is_whole(run: Run) -> None:
+def test_a_checkpoint_of_before_files_and_names_were_noted_is_whole(run: Run) -> None:
     path = run.save(3).place(3) / MANIFEST
     content = json.loads(path.read_text())
-    del content["sha256"], content["data_files"]
+    del content["sha256"], content["data_files"], content["class_names"]
     path.write_bytes(pack(content))
-    assert verify(run.place(3)).facts.data_files == ""
+    facts = verify(run.place(3)).facts
+    assert (facts.data_files, facts.class_names) == ("", {})
 
 
 def test_whole_checkpoints_are_not_called_damaged(run: Run) -> None:

@@ -129,7 +129,7 @@ def run_of(store: Store) -> Any:
             best=best,
             callbacks=callbacks,
             evaluated=tf.Variable(-1),
-            train=SimpleNamespace(fingerprint="", files="", steps_per_epoch=1),
+            train=SimpleNamespace(fingerprint="", files="", class_names={}, steps_per_epoch=1),
             users_hooks=(),
         ),
         state=TrainState(model, keras.optimizers.SGD()),

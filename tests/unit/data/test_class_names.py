@@ -85,7 +85,7 @@ def test_names_that_folders_have_are_kept_in_the_config_and_records_without_a_sc
     config = DataConfig(train=(f"{tmp_path}/p",), targets=("label",), features={"image": {"shape": [8, 8, 3]}})
     records = open_records(config, "train")
     found = with_class_names_of(config, records)
-    assert class_names(found) == tuple(NAMES)
+    assert class_names(found, {}) == tuple(NAMES)
     assert open_records(found, "train").digest == records.digest  # what a resume reads
     parsed = dataclasses.replace(records, schema=schema_of_names(("image",), ("label",)))
     assert with_class_names_of(config, parsed) == config
