@@ -24,7 +24,7 @@ from horovod_train.data.prepare.images import list_images
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
 from horovod_train.data.subsets import parts_of_records
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 from horovod_train.output.console import to_stdout
 
 FOLDS = 5
@@ -136,7 +136,7 @@ def _table(arguments: argparse.Namespace) -> Draft:
         _model({"outputs": len(names) or 1}),
         *ends,
     ]
-    kinds = [f"{name} ({'text' if column.dtype.kind == 'U' else 'numbers'})" for name, column in inputs.items()]
+    kinds = [f"{name} ({'text' if column.dtype == object else 'numbers'})" for name, column in inputs.items()]
     what = f"{len(names)} classes" if names else "a number"
     records = len(table[target])
     found = f"{records} records; {', '.join(kinds)} → {target}, {what}; {_split(records)}"
@@ -305,7 +305,7 @@ def _training(epochs: int, metric: str, mode: str) -> list[tuple[str, Any]]:
 
 def _config_text(draft: Draft, name: str) -> str:
     head = [
-        f"# {draft.found}",
+        f"# {one_line(draft.found)}",
         "#",
         f"#   horovodrun -np 2 python -m horovod_train.main --config {name}",
         "#",

@@ -39,7 +39,8 @@ def build(outputs: int, hidden: int = 64) -> keras.Model:
     inputs, parts = {}, []
     for name, known in COLUMNS.items():
         is_text = isinstance(known, list)
-        inputs[name] = keras.Input((1,), name=name, dtype="string" if is_text else "float32")
+        # Keras takes no / in the name of a layer.
+        inputs[name] = keras.Input((1,), name=name.replace("/", "_"), dtype="string" if is_text else "float32")
         if is_text:
             parts.append(layers.StringLookup(vocabulary=known, output_mode="one_hot")(inputs[name]))
         else:
@@ -64,7 +65,7 @@ VOCABULARY = Path(__file__).with_name("vocabulary.txt")
 def build(classes: int, hidden: int = 64) -> keras.Model:
     """Texts [batch, 1] → logits [batch, classes], by which of the words they have."""
     text = keras.Input((1,), dtype="string", name="text")
-    words = VOCABULARY.read_text(encoding="utf-8").splitlines()
+    words = VOCABULARY.read_text(encoding="utf-8").split("\\n")[:-1]  # a word may hold what else ends a line
     x = layers.TextVectorization(vocabulary=words, output_mode="multi_hot")(text)
     x = layers.Dense(hidden, activation="relu")(x)
     x = layers.Dropout(0.2)(x)
@@ -84,7 +85,10 @@ INPUTS
 
 def build(outputs: int, hidden: int = 128) -> keras.Model:
     """{input: [batch, ...]} → [batch, outputs]: logits of classes, or a number."""
-    inputs = {name: keras.Input(shape, name=name, dtype=dtype) for name, (shape, dtype) in INPUTS.items()}
+    inputs = {
+        name: keras.Input(shape, name=name.replace("/", "_"), dtype=dtype)  # Keras takes no / in the name of a layer
+        for name, (shape, dtype) in INPUTS.items()
+    }
     parts = [layers.Flatten()(keras.ops.cast(value, "float32")) for value in inputs.values()]
     x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
     for _ in range(2):
