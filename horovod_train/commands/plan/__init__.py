@@ -237,7 +237,7 @@ def _time_line(time: Facts) -> str:
     line = f"{_clock(time['seconds'])} for {time['records']:,} records, evaluation counted as training"
     if time["jobs"] is None:
         return line
-    if time["jobs"] == 1:
+    if time["jobs"] <= 1:
         return f"{line}; fits into {_clock(time['walltime_s'])}, {time['seconds'] / time['walltime_s']:.0%} of it"
     return f"{line}; takes {time['jobs']} jobs of {_clock(time['walltime_s'])}, each resuming where the last stopped"
 

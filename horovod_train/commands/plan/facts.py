@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.checkpoint.layout import CHECKPOINTS, count_multiples, count_saves, find_start
+from horovod_train.checkpoint.layout import CHECKPOINTS, count_multiples, count_saves, find_start, most_at_once
 from horovod_train.checkpoint.manifest import Damaged, read_manifest
 from horovod_train.config.rules import resolve, weights_of_outputs
 from horovod_train.config.settings import Config
@@ -133,7 +133,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
     batch = plan.global_batch_size
     saves = count_saves(config.checkpoint, horizon.steps_per_epoch, horizon.total_steps)
     shares = records_by_rank(plan, ranks)
-    kept_count = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
+    most = most_at_once(config.checkpoint, saves)  # one of them may still be being written
     facts: Facts = {
         "ranks": ranks,
         "records": {
@@ -160,10 +160,9 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "checkpoints": {
             "count": saves,
             "every_minutes": config.checkpoint.every_minutes,
-            "kept": kept_count,
+            "kept": min(most, config.checkpoint.keep + (config.checkpoint.best is not None)),
             "bytes_each": sizes.checkpoint_bytes,
-            # One more exists while it is being written.
-            "bytes_at_most": None if sizes.checkpoint_bytes is None else (kept_count + 1) * sizes.checkpoint_bytes,
+            "bytes_at_most": None if sizes.checkpoint_bytes is None else most * sizes.checkpoint_bytes,
             "source": sizes.source,
         },
         "memory_per_rank": {
@@ -239,16 +238,12 @@ def _resume(start: Start | None, horizon: Horizon) -> Facts | None:
 
 
 def _time(outlook: Outlook, pace: Pace) -> Facts | None:
-    """Return the seconds of the whole run at a throughput, which also counts for evaluation.
+    """Return the seconds of what is left of the run at a throughput, which also counts for evaluation.
 
     If a time is given instead, return the throughput that it needs.
     """
-    horizon, eval_records = outlook.horizon, outlook.eval_records
-    whole_epochs, last_steps = divmod(horizon.total_steps, horizon.steps_per_epoch)
-    per_epoch = min(outlook.plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
-    trained = whole_epochs * per_epoch + last_steps * horizon.global_batch_size
-    evaluated = _evaluations(outlook.config, horizon) * eval_records.num_records if eval_records else 0
-    work = trained + evaluated
+    done = min(outlook.start.step, outlook.horizon.total_steps) if outlook.start else 0
+    work = _records_used(outlook, outlook.horizon.total_steps) - _records_used(outlook, done)
     if pace.examples_per_s is not None:
         seconds = work / pace.examples_per_s
         jobs = None if pace.time_s is None else math.ceil(seconds / pace.time_s)
@@ -258,10 +253,18 @@ def _time(outlook: Outlook, pace: Pace) -> Facts | None:
     return None
 
 
-def _evaluations(config: Config, horizon: Horizon) -> int:
-    by_epoch = (config.eval.every_epochs or 0) * horizon.steps_per_epoch
-    every = [step for step in (config.eval.every_steps, by_epoch) if step]
-    return count_multiples(every, horizon.total_steps, with_last=bool(by_epoch))
+def _records_used(outlook: Outlook, steps: int) -> int:
+    """Return how many records the first steps of the run train and evaluate; it also evaluates after its last step."""
+    horizon, evaluated = outlook.horizon, outlook.config.eval
+    whole_epochs, last_steps = divmod(steps, horizon.steps_per_epoch)
+    per_epoch = min(outlook.plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
+    trained = whole_epochs * per_epoch + last_steps * horizon.global_batch_size
+    if outlook.eval_records is None:
+        return trained
+    by_epoch = (evaluated.every_epochs or 0) * horizon.steps_per_epoch
+    every = [step for step in (evaluated.every_steps, by_epoch) if step]
+    evaluations = count_multiples(every, steps, with_last=steps == horizon.total_steps)
+    return trained + evaluations * outlook.eval_records.num_records
 
 
 def _kept_batch(unresolved: Config, batch: int, ranks: int) -> Iterator[str]:

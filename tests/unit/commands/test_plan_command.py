@@ -24,7 +24,7 @@ from horovod_train.checkpoint.layout import count_multiples, count_saves
 from horovod_train.commands import plan
 from horovod_train.commands.check_data import epoch_shares
 from horovod_train.commands.plan import model as plan_model
-from horovod_train.commands.plan.facts import records_by_rank, rows_by_rank
+from horovod_train.commands.plan.facts import Pace, Sizes, collect, open_outlook, records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.data.dataset import open_records
@@ -128,6 +128,33 @@ def test_time_against_walltime(config_file: Path, capsys: pytest.CaptureFixture[
     assert time == {"records": 492, "seconds": 49.2, "walltime_s": 30.0, "jobs": 2}
     time = facts_of(config_file, capsys, "--fast", "--time", "60")["time"]
     assert time["needs_examples_per_s"] == 8.2
+
+
+def test_the_evaluation_after_the_last_step_takes_time_too(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """6 epochs of 70 records, and evaluations of 12 after 20 and 30 steps."""
+    words = ["--fast", "--time", "60", "eval.every_epochs=null", "eval.every_steps=20"]
+    assert facts_of(config_file, capsys, *words)["time"]["records"] == 420 + 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("words", "kept", "at_once"),
+    [
+        ([], 3, 3),
+        (["checkpoint.keep=1"], 1, 2),
+        (["checkpoint.every_minutes=5", "checkpoint.keep=7"], 7, 8),
+        (["checkpoint.best={metric: loss, mode: min}", "checkpoint.keep=7"], 8, 9),
+    ],
+)
+def test_checkpoints_on_the_disk_are_as_many_as_it_is_to_have_room_for(
+    config_file: Path, capsys: pytest.CaptureFixture[str], words: list[str], kept: int, at_once: int
+) -> None:
+    """Of 3 saves by epoch, and of those by the clock or an evaluation."""
+    sizes = Sizes("given", checkpoint_bytes=10)
+    config, _ = load([str(config_file)], words)
+    facts, _ = collect(open_outlook(config, 1, None), sizes, Pace(None, None))
+    assert (facts["checkpoints"]["kept"], facts["checkpoints"]["bytes_at_most"]) == (kept, 10 * at_once)
 
 
 def test_fast_answers_for_64_ranks_without_tensorflow_and_says_what_it_left_out(config_file: Path) -> None:

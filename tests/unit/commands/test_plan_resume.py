@@ -110,6 +110,17 @@ def test_the_checkpoint_to_resume_from_is_shown_however_it_is_named(
         assert plan(capsys, "output_dir=new", f"checkpoint.resume={path}")["resume"]["step"] == step
 
 
+def test_time_is_that_of_the_steps_that_are_left(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """6 epochs of 70 records, of which 2 are done; the command's line at the end of a run that is done."""
+    words = ["--examples-per-s", "10", "--time", "20"]
+    time = plan(capsys, *words)["time"]
+    assert (time["records"], time["seconds"], time["jobs"]) == (280, 28.0, 2)
+    assert plan(capsys, "output_dir=new", *words)["time"]["records"] == 420
+    assert plan(capsys, "train.epochs=2", *words)["time"]["records"] == 0
+    main(["plan", "--fast", "--config", "run.yaml", "train.epochs=2", *words])
+    assert "for 0 records, evaluation counted as training; fits into 00:00:20" in capsys.readouterr().out
+
+
 def test_that_a_run_does_not_begin_at_its_path_again_is_said(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
