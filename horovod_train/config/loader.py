@@ -188,12 +188,24 @@ def _located(node: yaml.Node | None, name: str) -> _Located:
         return _Located()
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{name}: expected `section: …` mappings, got {plain_value(node)!r}.")
+    _take_merged(node, name)
     tree = _Located()
     for key_node, value_node in node.value:
         where, key = f"{name}:{key_node.start_mark.line + 1}", str(key_node.value)
         is_section = isinstance(value_node, yaml.MappingNode)
         tree[key] = (_located(value_node, name) if is_section else plain_value(value_node), where)
     return tree
+
+
+def _take_merged(node: yaml.MappingNode, name: str) -> None:
+    """Put the keys that `<<` names into a mapping itself; a key that it has already wins. Raises UserError."""
+    loader = yaml.SafeLoader("")
+    try:
+        loader.flatten_mapping(node)  # before its own keys
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{name}:{node.start_mark.line + 1}: not valid YAML: {error.problem}.") from error
+    finally:
+        loader.dispose()
 
 
 def _parse_override(text: str) -> _Located:
@@ -339,7 +351,7 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
             _fail(path, origins, f"expected one of {', '.join(map(str, arguments))}; received {value!r}.")
         return value
     if origin is tuple:
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(_convert(item, arguments[0], path, origins) for item in items)
     if isinstance(hint, type) and issubclass(hint, Spec) and isinstance(value, str):
         return hint(_convert(value, str, path, origins))

@@ -200,6 +200,23 @@ def test_shared_values_are_no_values_that_contain_themselves(tmp_path: Path) -> 
     assert load([str(path)])[0].model.options == {"a": [1], "b": [1], "c": {"d": 1}, "e": {"d": 1}, "f": [{"d": 1}]}
 
 
+def test_merged_keys_are_those_of_the_mapping_and_its_own_win(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    options = "{a: &a {x: 1, y: 2}, b: &b {x: 5, z: 6}, c: {<<: *a, y: 3}, d: {y: 4, <<: [*a, *b]}}"
+    path.write_text(f"{LEAST}model: {{name: mlp, options: {options}}}\n")
+    found = load([str(path)])[0].model.options
+    assert (found["c"], found["d"]) == ({"x": 1, "y": 3}, {"x": 1, "y": 4, "z": 6})
+    path.write_text(f"{LEAST}model: {{name: mlp, options: {{<<: 3}}}}\n")
+    with pytest.raises(UserError, match=rf"^{path}:3: not valid YAML: expected a mapping"):
+        load([str(path)])
+
+
+@pytest.mark.parametrize("key", ["metrics", "callbacks", "data.augment", "log.trackers", "data.eval"])
+def test_null_clears_a_list(least: str, key: str) -> None:
+    config, _ = load([least], [f"{key}=[a]", f"{key}=null"])
+    assert (as_dict(config) if "." not in key else as_dict(config)[key.split(".")[0]])[key.split(".")[-1]] == []
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
