@@ -230,7 +230,7 @@ def test_ranks_use_no_more_cores_than_the_container_may(
 
 def test_a_process_starts_with_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cpu_quota", lambda: 4.0)
-    monkeypatch.setattr(start.tuning, "choose", lambda *_, **__: [])
+    monkeypatch.setattr("horovod_train.distributed.launch.tuning.choose", lambda *_, **__: [])
     monkeypatch.setattr(start, "initialise", lambda *_: set(range(64)))
     monkeypatch.setattr(start, "_check_rank_and_size", lambda _: None)
     assert start.start_process().host_cores == 4
