@@ -24,7 +24,7 @@ from typing import Any
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.files import Lines, lines_in, write_atomically
-from horovod_train.output.removal import Artifact, remove
+from horovod_train.output.removal import Artifact, remove, remove_drafts
 from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"
@@ -122,6 +122,7 @@ def make_folder(run_dir: Path | None) -> None:
         (run_dir / FOLDER).mkdir(exist_ok=True)
         for old in (run_dir / FOLDER).glob("rank-*.end.json"):
             remove(old, _END)
+        remove_drafts(run_dir / FOLDER, _END)
 
 
 def open_rank_log(run_dir: str | Path, rank: int, host: str, *, start_text: str) -> RankLog:

@@ -6,6 +6,7 @@ why. Does not decide what is no longer needed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -87,6 +88,17 @@ def remove(path: Path, artifact: Artifact) -> None:
         except FileNotFoundError:  # several ranks may clean up at the same time
             if os.path.lexists(entry):
                 raise
+
+
+def remove_drafts(folder: Path, artifact: Artifact) -> None:
+    """Remove the drafts of files that match `artifact`, which killed processes have left, as far as possible.
+
+    Call it where no process writes such files now. The content of a draft is the beginning of a file's.
+    """
+    draft = dataclasses.replace(artifact, name=rf"\.{artifact.name}\.[0-9a-f]{{8}}\.partial")
+    for path in folder.glob(".*.partial"):
+        with contextlib.suppress(OSError):  # what is not ours stays, and a draft does no harm
+            remove(path, draft)
 
 
 def replace(draft: Path, path: Path, artifact: Artifact) -> None:

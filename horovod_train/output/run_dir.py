@@ -37,10 +37,10 @@ from horovod_train.output.metrics import (
     PrometheusFile,
     load_writers,
 )
-from horovod_train.output.removal import Artifact, begins, check
+from horovod_train.output.removal import Artifact, begins, check, remove_drafts
 from horovod_train.output.tensorboard import TensorBoard, TensorBoardWriter
 from horovod_train.output.trackers import Trackers, build_trackers, load_trackers
-from horovod_train.output.trackers.sender import Ended, Sender
+from horovod_train.output.trackers.sender import RECORD, Ended, Sender
 
 log = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ class RunOutput(Output):
 
 
 def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: bool) -> Output:
-    """Open the run directory on root; do nothing elsewhere. Raises UserError if it cannot be written.
+    """Open the run directory, of which root has the lease; do nothing elsewhere. Raises UserError if root cannot write.
 
     launched: whether a launcher started this process. Then log.progress "auto" draws no bar, because mpirun gives its
     ranks a terminal and forwards what they print there.
@@ -289,6 +289,9 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     if not is_root:
         return Output()
     path = check_writable(directory)
+    for artifact in _FILES.values():
+        remove_drafts(path, artifact)
+    remove_drafts(path / "trackers", RECORD)
     user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
     built = zip(config.trackers, build_trackers(config.trackers), strict=True)

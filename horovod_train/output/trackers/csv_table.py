@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from horovod_train.output.files import Lines, lines_in, write_atomically
-from horovod_train.output.removal import Artifact, begins, check
+from horovod_train.output.removal import Artifact, begins, check, remove_drafts
 from horovod_train.output.trackers.sender import Ended, Row
 
 _FIRST_COLUMNS = ("step", "epoch")
@@ -32,6 +32,7 @@ class CsvTables:
     def start(self, directory: Path, run_id: str | None, step: int, config: Mapping[str, Any]) -> str:
         self._folder = directory / "csv"
         self._folder.mkdir(exist_ok=True)
+        remove_drafts(self._folder, _TABLE)
         for path in self._folder.glob("*.csv"):
             self._tables[unquote(path.stem)] = table = _Table(path)
             table.rewind(step)

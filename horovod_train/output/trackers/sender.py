@@ -29,7 +29,7 @@ CONNECT_WITHIN_S = 120.0
 """How long the first start of a run waits for a tracker."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a failed call is repeated; each pause is twice as long as the one before."""
-_RECORD = Artifact(
+RECORD = Artifact(
     "the record of a run's tracker", r".+\.json", content_matches=lambda path: begins(path, '{"run_id": ')
 )
 
@@ -115,7 +115,7 @@ class Record:
     def _write(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
         content = {"run_id": self.run_id, "logged": self.logged}
-        write_atomically(self._path, json_text(content) + "\n", _RECORD, sync=False)
+        write_atomically(self._path, json_text(content) + "\n", RECORD, sync=False)
 
 
 class Sender:

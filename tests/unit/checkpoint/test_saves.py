@@ -193,7 +193,8 @@ def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
     """As after a stop at the last step: the next start has only the end to do, and the one after that has nothing."""
     store = open_store(tmp_path, keep=9)
     assert isinstance(store, CheckpointStore)
-    run, state, written = run_of(store), dict[str, Any](), []
+    run, written = run_of(store), []
+    state: Mapping[str, Any] = {}
     run.outside_training = lambda *about: nullcontext()
     run.parts.users_hooks = (every(None, lambda run, step: None, at_end="done"),) if by == "hooks" else ()
     for _ in range(2):

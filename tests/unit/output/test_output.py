@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from horovod_train.config.loader import dump
-from horovod_train.config.settings import Config, LogConfig
+from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
+from horovod_train.output import rank_log
 from horovod_train.output.files import Lines
 from horovod_train.output.run_dir import Output, RunOutput, check_writable, open_output
 
@@ -124,6 +125,30 @@ def test_a_writer_of_the_users_own_gets_what_metrics_jsonl_gets(
         open_output(str(tmp_path / "run"), wrong, is_root=True, launched=True)
 
 
+DRAFTS = {
+    ".config.yaml.0123abcd.partial": "# Written by horovod_tr",
+    ".metrics.prom.0123abcd.partial": "",
+    ".summary.json.0123abcd.partial": '{\n  "steps": 1',
+    "trackers/.csv.json.0123abcd.partial": '{"run_id": "csv"',
+    "csv/.train.csv.0123abcd.partial": "step,epoch,loss\n",
+    "logs/.rank-1.end.json.0123abcd.partial": "{",
+}
+NOT_OURS = {".notes.partial": "", ".notes.md.0123abcd.partial": "", ".summary.json.89abcdef.partial": "a summary"}
+
+
+def test_what_a_killed_start_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name, text in (DRAFTS | NOT_OURS).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    config = LogConfig(tensorboard=False, trackers=(Spec("csv"),))
+    output = open_output(str(tmp_path), config, is_root=True, launched=True)
+    output.start_trackers(0, {}, anew=False)
+    output.finish_trackers("done")
+    output.close()
+    rank_log.make_folder(tmp_path)
+    assert {path.name for path in tmp_path.rglob(".*")} == set(NOT_OURS)
+
+
 def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
     output = open_output(str(tmp_path / "run"), LogConfig(), is_root=False, launched=True)
     assert type(output) is Output
@@ -148,6 +173,7 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> No
     script = f"""
 import resource
 from pathlib import Path
+from horovod_train.output import rank_log
 from horovod_train.output.files import Lines
 lines = Lines(Path({str(path)!r}))
 lines.append("a" * 99)
