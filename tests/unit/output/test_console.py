@@ -63,7 +63,7 @@ class Written(io.RawIOBase):
 def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of the watchdog's thread and of the main thread do not mix."""
     for name, show in (("stdout", to_stdout), ("stderr", to_stderr)):
-        written = Written()
+        written: Any = Written()  # typeshed knows no TextIOWrapper over a RawIOBase
         monkeypatch.setattr(sys, name, io.TextIOWrapper(written, write_through=True))
         show("a line")
         monkeypatch.undo()
