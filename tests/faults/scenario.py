@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KNOWN_EXIT_CODES = frozenset({0, 1, 2, 73, 75, 86, 87})
+KNOWN_EXIT_CODES = frozenset({0, 1, 2, 73, 75, 76, 86, 87})
 START_AGAIN = 75
 """Stopped early on request; the next start resumes the run."""
 SENDS = frozenset({"send"})
