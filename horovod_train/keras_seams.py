@@ -1,6 +1,7 @@
-"""Where we hold on to Keras: the only reads of attributes that are not public, and objects that take another class.
+"""Where we hold on to Keras and tf.data: the only reads of attributes that are not public, and objects that take
+another class.
 
-A test fails if Keras moves one of those attributes.
+A test fails if one of those attributes moves.
 """
 
 from __future__ import annotations
@@ -78,6 +79,18 @@ def weights_of_slots(slots: Iterable[Any], weights: Iterable[keras.Variable]) ->
         names = [name for name in by_name if slot.name.startswith(f"{name}_")]
         pairs.append((slot, by_name[max(names, key=len)] if names else None))
     return pairs
+
+
+def is_shuffled_anew(dataset: tf.data.Dataset) -> bool:
+    """Return whether a tf.data.Dataset, or one that it is made of, is shuffled with another seed in each process.
+
+    Also with one seed but anew in each iteration: a process that iterates once more has another order from then on.
+    """
+    if hasattr(dataset, "_reshuffle_each_iteration"):
+        is_drawn = not int(dataset._seed) and not int(dataset._seed2)  # by TensorFlow, in each process
+        if is_drawn or dataset._reshuffle_each_iteration is not False:
+            return True
+    return any(is_shuffled_anew(part) for part in dataset._inputs())
 
 
 def name_counts() -> dict[str, int] | None:

@@ -206,6 +206,13 @@ def test_what_has_no_rows_is_refused_by_shard_in_one_line_each(ranks: list[dict[
     assert ranks[0]["shard_of_nothing"].endswith("received nothing.")
 
 
+def test_a_dataset_in_another_order_on_each_rank_is_not_sharded(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        *refused, accepted = facts["shard_of_shuffled"]
+        assert all(text.endswith("Shuffle what hvd.shard returns.") for text in refused)
+        assert accepted == "accepted"
+
+
 def test_values_of_all_kinds_are_exchanged(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for rank, facts in enumerate(ranks):

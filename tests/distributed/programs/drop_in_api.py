@@ -331,6 +331,12 @@ facts["shard_refused"] = {
         "empty": {},
     }.items()
 }
+pairs = tf.data.Dataset.from_tensor_slices((np.arange(8), np.arange(8)))
+facts["shard_of_shuffled"] = [
+    error_of(lambda: hvd.shard(pairs.shuffle(8))),
+    error_of(lambda: hvd.shard(pairs.shuffle(8).map(lambda x, y: (y, x)))),
+    error_of(lambda: hvd.shard(pairs.shuffle(8, seed=1, reshuffle_each_iteration=False))),
+]
 facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
 facts["values"] = {

@@ -1,4 +1,4 @@
-"""Attributes of Keras that are not public and that the trainer reads: each is still there, with what it held.
+"""Attributes of Keras and tf.data that are not public and that we read: each is still there, with what it held.
 
 Only keras_seams reads them. A failure here, after a new Keras, says which of its functions needs another name.
 """
@@ -135,6 +135,24 @@ def test_names_are_numbered_anew_where_their_counts_are_cleared() -> None:
     counts.update(before)
 
 
+@pytest.mark.parametrize(
+    ("shuffled", "expected"),
+    [
+        (lambda data: data, False),
+        (lambda data: data.shuffle(8), True),
+        (lambda data: data.shuffle(8, seed=1), True),
+        (lambda data: data.shuffle(8, reshuffle_each_iteration=False), True),
+        (lambda data: data.shuffle(8, seed=1, reshuffle_each_iteration=False), False),
+        (lambda data: data.shuffle(8).map(lambda value: value + 1).cache(), True),
+        (lambda data: tf.data.Dataset.zip((data, data.shuffle(8))), True),
+        (lambda data: tf.data.Dataset.zip((data, tf.data.Dataset.random())), False),
+    ],
+)
+def test_a_dataset_is_known_to_be_shuffled(shuffled: Any, expected: bool) -> None:
+    """_inputs, _seed, _seed2, _reshuffle_each_iteration."""
+    assert keras_seams.is_shuffled_anew(shuffled(tf.data.Dataset.range(8))) is expected
+
+
 PRIVATE = re.compile(r"_[a-z]\w*")
 
 
@@ -144,7 +162,8 @@ def test_every_private_name_of_the_module_is_in_a_test_here() -> None:
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     used = {name for name in names if PRIVATE.fullmatch(name)}
-    assert used == {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask", "_fn_kwargs"}
+    of_keras = {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask", "_fn_kwargs"}
+    assert used == of_keras | {"_inputs", "_seed", "_seed2", "_reshuffle_each_iteration"}
     tested = Path(__file__).read_text()
     assert all(tested.count(name) > 1 for name in used)
 
