@@ -39,7 +39,6 @@ from horovod.tensorflow import (
     grouped_reducescatter as grouped_reducescatter,
     is_homogeneous as is_homogeneous,
     is_initialized as is_initialized,
-    join as join,
     local_rank as local_rank,
     local_rank_op as local_rank_op,
     local_size as local_size,
@@ -70,6 +69,7 @@ from horovod_train.tensorflow.lifetime import (
     add_process_set as add_process_set,
     barrier as barrier,
     init as init,
+    join as join,
     remove_process_set as remove_process_set,
     shutdown as shutdown,
 )

@@ -114,6 +114,12 @@ def exchange_count() -> int:
     return sum(int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values())
 
 
+def is_check_due() -> bool:
+    """Return whether ranks have exchanged gradients, and are still to compare the weights at the tenth exchange."""
+    counts = [int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values()]
+    return guards().check_weights and not is_alone() and any(0 < count < CHECKED_EXCHANGE for count in counts)
+
+
 def reset_counts() -> None:
     """Count the next exchange as the first, so that ranks that join have the same count as the others."""
     for counters in list(_counters.values()):

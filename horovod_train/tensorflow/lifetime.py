@@ -130,6 +130,21 @@ def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
 
 
+def join() -> tf.Tensor:
+    """Take part, with zeros, in the allreduces of ranks that have more data; return the last rank to join, an int32 [].
+
+    Raises UserError before the tenth exchange of gradients, at which ranks compare their weights: Horovod's allgather
+    does not go with ranks that have joined.
+    """
+    with tf.init_scope():
+        if agreement.is_check_due():
+            raise UserError(
+                f"hvd.join: expected {agreement.CHECKED_EXCHANGE} exchanges of gradients or more before, when ranks "
+                "compare their weights. Take more steps, or start with hvd.init(check_weights=False)."
+            )
+    return hvd.join()
+
+
 def begin_watch() -> None:
     """Collective, the first time: begin to watch, if `init` was told to."""
     if _watch is not None:

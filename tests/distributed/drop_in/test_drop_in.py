@@ -83,6 +83,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert refused["adasum_of_some"].endswith("op adasum is over all ranks; leave process_set out.")
         assert "would skip the step alone. Use mixed_bfloat16" in refused["local_scaled"]
         assert "each rank would clip by another norm. Use clipnorm." in refused["local_clipped"]
+        assert refused["joins_early"].endswith("or start with hvd.init(check_weights=False).")
         assert "Build it, or call it once, before the state" in refused["elastic_unbuilt"]
         assert "[*model.weights, *optimizer.variables]" in refused["elastic_no_variables"]
         assert "value['seen'] is of type set" in refused["elastic_object"]

@@ -234,6 +234,10 @@ def behind_local_variables(through_tape: bool) -> list[float]:
 
 facts["behind_local"] = [behind_local_variables(through_tape) for through_tape in (True, False)]
 
+optimizer = distributed()
+optimizer.apply([tf.constant([1.0])], [keras.Variable([0.0])])
+facts["refused"]["joins_early"] = error_of(hvd_tf.join)
+
 # Two sets of variables in turns; a variable whose last gradient of a sum is missing.
 summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
 pair = [keras.Variable([1.0]), keras.Variable([1.0])]
