@@ -34,10 +34,17 @@ from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, check_source, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
-from horovod_train.training.state import Averages, MovingAverages, OptimizerAverages, TrainState, find_seeds
+from horovod_train.training.state import (
+    Averages,
+    AverageSlots,
+    MovingAverages,
+    OptimizerAverages,
+    TrainState,
+    find_seeds,
+)
 from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.histograms import check_names, find_layers
-from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
+from horovod_train.training.steps.optimizers import Optimizers, Update, inside_optimizer, optimizers_in
 from horovod_train.training.steps.shares import Rows, Shares
 from horovod_train.training.steps.step import EvalStep, Seeds, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables, make_metrics, try_outputs, try_step
@@ -435,8 +442,7 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
             "train.synchronization: an optimizer scales the loss, which needs every_step; received "
             f"{config.train.synchronization}."
         )
-    if compiled.slots is None:
-        _check_averages_are_read(optimizers)
+    _check_averages_are_read(optimizers, compiled.slots)
 
 
 def _check_is_reduced(model: keras.Model, shape: Sequence[Any]) -> None:
@@ -455,12 +461,17 @@ def _check_is_reduced(model: keras.Model, shape: Sequence[Any]) -> None:
     raise UserError(f"loss: {lead} numbers of shape {list(shape)}, which fit adds up; expected one number. {advice}.")
 
 
-def _check_averages_are_read(optimizers: Optimizers) -> None:
-    """Raise UserError for an optimizer of the model that keeps averages and never overwrites weights with them."""
+def _check_averages_are_read(optimizers: Optimizers, slots: AverageSlots | None) -> None:
+    """Raise UserError for an optimizer that keeps averages and never overwrites weights with them, save that of slots.
+
+    Those inside others count too, such as in a MultiOptimizer.
+    """
     averaging = [
-        path
+        path if each is optimizer else f"{each.name} in {path}"
         for path, optimizer in optimizers.by_path.items()
-        if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency
+        for each in (optimizer, *inside_optimizer(optimizer))
+        if getattr(each, "use_ema", False) and not each.ema_overwrite_frequency
+        if slots is None or each is not slots.optimizer
     ]
     if averaging:
         raise UserError(

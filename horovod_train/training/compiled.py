@@ -272,6 +272,11 @@ def _refuse_for_several(config: Config, optimizer: keras.optimizers.Optimizer, k
     kind = getattr(keras.optimizers, "MultiOptimizer", None)  # Keras 3.5 has none
     if kind is None or not isinstance(getattr(optimizer, "inner_optimizer", optimizer), kind):
         return
+    if config.model.unfreeze:
+        raise UserError(
+            "model.unfreeze: a MultiOptimizer must be given all weights in each step, not some of them later. Leave it "
+            "out, or compile the model with one optimizer."
+        )
     for key in keys:
         if lookup(config, key) != lookup(Config(), key):
             raise UserError(

@@ -362,7 +362,7 @@ class AverageSlots:
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Call it before the optimizer is built. Raises UserError if it has been."""
         self._pairs: list[tuple[Any, tf.Variable]] = []
-        averaging = getattr(optimizer, "inner_optimizer", optimizer)
+        self.optimizer = averaging = getattr(optimizer, "inner_optimizer", optimizer)
         self.are_kept = bool(averaging.use_ema)
         if self.are_kept and averaging.built:
             raise UserError("optimizer: keeps averages (use_ema) and is built already; leave out its build().")

@@ -93,7 +93,7 @@ class Optimizers:
             try:
                 rates[path] = optimizer.learning_rate
             except AttributeError:  # a MultiOptimizer, perhaps in a loss scale, has those of the optimizers inside it
-                inside = [inner for inner in _inside_optimizer(optimizer) if hasattr(inner, "learning_rate")]
+                inside = [inner for inner in inside_optimizer(optimizer) if hasattr(inner, "learning_rate")]
                 rates |= {f"{path}.{inner.name}": inner.learning_rate for inner in inside}
         if len(rates) == 1:
             return {"learning_rate": next(iter(rates.values()))}
@@ -134,7 +134,7 @@ class Optimizers:
 def _build_with_inner(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
     with tf.init_scope():  # slots must exist before the broadcast
         optimizer.build(variables)
-        for inner in _inside_optimizer(optimizer):
+        for inner in inside_optimizer(optimizer):
             if not inner.built:
                 inner.build(variables)
 
@@ -300,7 +300,7 @@ def add_gradients(first: Any, second: Any) -> Any:
     return tf.convert_to_tensor(first) + tf.convert_to_tensor(second)
 
 
-def _inside_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+def inside_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers that one holds, such as that of a LossScaleOptimizer, and those inside them."""
     found: dict[int, keras.optimizers.Optimizer] = {}
     waiting = [optimizer]
@@ -313,5 +313,5 @@ def _inside_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.optim
 
 
 def _variables(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[Any]:
-    each = [part for optimizer in optimizers for part in (optimizer, *_inside_optimizer(optimizer))]
+    each = [part for optimizer in optimizers for part in (optimizer, *inside_optimizer(optimizer))]
     return list({id(variable): variable for part in each for variable in part.variables}.values())
