@@ -387,7 +387,8 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
             )
     shares = _take_on_losses(model, shares)
     figures = Figures(tried.sources, metrics_in(model), tried.updates)
-    return EvalStep(model, rows, shares, figures, Seeds(find_seeds(model), config.seed, group.rank))
+    forward_state = ForwardState(group, _changed_by_forward_pass(model, tried))
+    return EvalStep(model, rows, shares, forward_state, figures, Seeds(find_seeds(model), config.seed, group.rank))
 
 
 def _where(config: Config, split: str) -> str:

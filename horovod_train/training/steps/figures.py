@@ -264,6 +264,10 @@ class ForwardState:
     def variables(self) -> list[tf.Variable]:
         return [as_tf_variable(variable) for variable in self._variables]
 
+    @property
+    def floating(self) -> list[tf.Variable]:
+        return [variable for variable in self.variables if variable.dtype.is_floating]
+
     def values(self) -> list[tf.Tensor]:
         """In the compiled step, before the pass: return what `combine` needs."""
         return [variable.read_value() for variable in self.variables]

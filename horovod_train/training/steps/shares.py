@@ -45,6 +45,10 @@ class Rows:
             return tf.cast(batch.count, tf.float32)
         return self.group.sum_in_step(tf.reduce_sum(batch.real), name)
 
+    def is_empty(self, total: tf.Tensor) -> tf.Tensor | None:
+        """Return whether a step has no record, bool scalar, given what `total` returned; None: it has."""
+        return tf.equal(total, 0.0) if self.are_counted else None
+
 
 class Part(NamedTuple):
     """What one pass of a step computes on."""

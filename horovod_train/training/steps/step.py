@@ -200,8 +200,7 @@ class TrainStep:
         with tf.control_dependencies([failed]):  # a step counts only after its exchanges
             state.step.assign_add(1)
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
-            is_empty = tf.equal(total, 0.0) if self.rows.are_counted else None
-            self.forward_state.combine(before, self.shares, is_empty)
+            self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
         with tf.name_scope("update_parameters"):
             has_failed = self._end_update(failed, before_last, None if state.synchronization.delay else batch)
         with tf.name_scope("exchange"):
@@ -334,9 +333,8 @@ class TrainStep:
     @property
     def _kept_variables(self) -> list[tf.Variable]:
         """What a borrowed row does not change: states of metrics and, save for counters of passes, forward state."""
-        in_each_step = self.forward_state.in_each_step
-        kept = [each for each in self.forward_state.variables if each.dtype.is_floating or not in_each_step]
-        return [*self.figures.variables, *kept]
+        state = self.forward_state
+        return [*self.figures.variables, *(state.floating if state.in_each_step else state.variables)]
 
     @property
     def _counts(self) -> bool:
@@ -393,8 +391,18 @@ class EvalStep:
     A loss is that of the records of all ranks in a step, as in training.
     """
 
-    def __init__(self, model: keras.Model, rows: Rows, shares: Shares, figures: Figures, seeds: Seeds) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        rows: Rows,
+        shares: Shares,
+        forward_state: ForwardState,
+        figures: Figures,
+        seeds: Seeds,
+    ) -> None:
         self.model, self.rows, self.shares, self.metrics = model, rows, shares, figures
+        self.forward_state = forward_state
+        """Weights that the step assigns also in evaluation."""
         self.counter = BatchCounter()
         self._rows_per_batch = 0
         self.retrace()
@@ -419,12 +427,15 @@ class EvalStep:
             batch = self.rows.scaled(batch)
             total = self.rows.total(batch, "evaluation.count")
             (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
+            before = self.forward_state.values()
             with (
-                part.without_borrowed(self.metrics.variables),
+                part.without_borrowed([*self.metrics.variables, *self.forward_state.floating]),
                 self.shares.of_pass(part.share),
                 losses_weighed(self.model, part.count),
             ):
                 logs = self.model.test_step(self.rows.data_of(part.batch))
+            with self.shares.of_pass(part.share):
+                self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
             self.metrics.add(logs, part.count)
             self.counter.count()
             return ()

@@ -72,7 +72,7 @@ def made(model: keras.Model | None = None, compiled: bool = True) -> keras.Model
     return model
 
 
-def train(batches: Pipeline, model: keras.Model, **sections: Any) -> Training:
+def train(batches: Pipeline, model: keras.Model, /, **sections: Any) -> Training:
     config = build(Config, {"model": "users:model"} | sections, "")
     return build_training(config, ALONE, compile_model(config, model, Horizon(16, 5, 10)), batches)
 
@@ -182,9 +182,10 @@ def test_rates_of_several_optimizers_have_their_names(batches: Pipeline) -> None
     assert rates == {"optimizer_learning_rate": 0.25, "second_learning_rate": 0.5}
 
 
-def by_variable(*, scaled: bool = False) -> keras.optimizers.Optimizer:
+def by_variable(*, scaled: bool = False, **options: Any) -> keras.optimizers.Optimizer:
     """Another optimizer for kernels than for biases. scaled: in a LossScaleOptimizer."""
-    choice = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.5), {".*kernel": keras.optimizers.Adam(0.25)})
+    of_biases = keras.optimizers.SGD(0.5, **options)
+    choice = keras.optimizers.OptimizerMap(of_biases, {".*kernel": keras.optimizers.Adam(0.25)})
     optimizer = keras.optimizers.MultiOptimizer(choice)
     return keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
 
@@ -194,9 +195,9 @@ def built_by_variable(learning_rate: Any) -> keras.optimizers.Optimizer:
     return by_variable()
 
 
-def compiled_by_variable(*, scaled: bool = False) -> keras.Model:
+def compiled_by_variable(**options: Any) -> keras.Model:
     model = made(compiled=False)
-    model.compile(by_variable(scaled=scaled), auto_scale_loss=False)
+    model.compile(by_variable(**options), auto_scale_loss=False)
     return model
 
 
@@ -441,6 +442,25 @@ def test_losses_by_output_are_means_over_records(
     assert found["a_loss"] + found["b_loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
+class Follows(keras.Layer):
+    """Assigns a weight in evaluations too."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any) -> Any:
+        self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, axis=0))
+        return x
+
+
+def test_what_an_evaluation_assigns_is_made_equal_on_ranks(batches: Pipeline) -> None:
+    layer = Follows()
+    found = evaluate(batches, compiled("sparse_categorical_crossentropy", layer)).forward_state.variables
+    assert [variable.ref() for variable in found] == [layer.mean.value.ref()]
+    norm = layers.BatchNormalization()
+    assert not evaluate(batches, compiled("sparse_categorical_crossentropy", norm)).forward_state.variables
+
+
 class Teaching(Own):
     """Its step moves a weight that is trained, another that is not, and the state of a metric."""
 
@@ -615,6 +635,16 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(_with_two(Own(), use_ema=True)),
         {},
         "model.name: second has use_ema, whose averages nothing reads; give train.ema_decay.",
+    ),
+    "averages in a MultiOptimizer": (
+        lambda: compiled_by_variable(use_ema=True, name="biases"),
+        {},
+        "model.name: biases in optimizer has use_ema, whose averages nothing reads; give train.ema_decay.",
+    ),
+    "later weights of a MultiOptimizer": (
+        compiled_by_variable,
+        {"model": {"name": "users:model", "freeze": ["dense"], "unfreeze": {"1": "dense"}}},
+        "model.unfreeze: a MultiOptimizer must be given all weights in each step",
     ),
     "other variables": (
         lambda: made(_with_two(Own(), of=lambda model: [model.dense.kernel])),
