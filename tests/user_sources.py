@@ -40,7 +40,7 @@ class Items:
         if record in self.torn:
             raise ValueError("torn page")
         self.read_records.append(record)
-        found = {"z": 1} if record in self.other else row(record)
+        found: dict[str, Any] = {"z": 1} if record in self.other else row(record)
         if record in self.odd:
             found["x"] = found["x"][:3]
         if record == self.changed:

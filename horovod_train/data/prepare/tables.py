@@ -203,11 +203,11 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
                 f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
                 "leave the line out."
             )
-        infinite = np.flatnonzero(np.isinf(table[name])) if table[name].dtype.kind == "f" else ()
-        if len(infinite):
+        if table[name].dtype.kind == "f" and np.isinf(table[name]).any():
+            place = int(np.isinf(table[name]).argmax())
             raise UserError(
-                f"{path}:{lines[1 + infinite[0]][0]}: {name}: expected a finite number that float32 holds; received "
-                f"{cells[infinite[0]]!r:.60}."
+                f"{path}:{lines[1 + place][0]}: {name}: expected a finite number that float32 holds; received "
+                f"{cells[place]!r:.60}."
             )
     return table
 

@@ -62,8 +62,7 @@ def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         return _pad(feature, values)
     array = _convert_alike(feature, values)
     if array is None and values.dtype == object:  # they differ in kind, and may fit one by one
-        rows = [_convert_alike(feature, stack([value])) for value in values]
-        return None if any(row is None for row in rows) else np.concatenate(rows)
+        return _join([_convert_alike(feature, stack([value])) for value in values])
     return array
 
 
@@ -89,37 +88,43 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     if any(value.ndim == 0 or len(value) > feature.max_length for value in lists):
         return None
     # Each list is converted alone: joined first, numbers among texts would be texts, and integers among floats floats.
-    items = [_items(feature, value) for value in lists if len(value)]
-    if any(item is None for item in items):
+    items = _join([_items(feature, value) for value in lists])
+    if items is None:
         return None
-    is_text = feature.stored_dtype == "string"
-    padding, dtype = (b"", object) if is_text else (feature.padding, np.dtype(feature.stored_dtype))
-    rows = np.full((len(lists), *feature.tensor_shape), padding, dtype)
-    if items:
-        rows[_is_item(feature, lists)] = np.concatenate(items)
+    padding = b"" if feature.stored_dtype == "string" else feature.padding
+    rows = np.full((len(lists), *feature.tensor_shape), padding, items.dtype)
+    rows[_is_item(feature.max_length, lists)] = items
     return rows
 
 
 def _items(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     """Return one list as the schema has it; None if it does not fit. Integers may stand for floats."""
+    stored = feature.stored_dtype
+    if not len(values):
+        return np.zeros((0, *feature.shape), object if stored == "string" else stored)
     if values.shape[1:] != feature.shape:
         return None
-    stored = feature.stored_dtype
     if stored == "string":
         return _as_bytes(values)
     fits = _fits_dtype(values.dtype, stored) or (values.dtype.kind in "iu" and np.dtype(stored).kind == "f")
     return values.astype(stored, copy=False) if fits else None
 
 
-def _is_item(feature: Feature, lists: Sequence[Any]) -> np.ndarray:
+def _join(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return arrays as one; None if one is missing."""
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if len(found) == len(parts) else None
+
+
+def _is_item(max_length: int, lists: Sequence[Any]) -> np.ndarray:
     """Return which places of padded lists are none of the padding: bool [records, max_length]."""
-    return np.arange(feature.max_length) < np.array([len(value) for value in lists])[:, None]
+    return np.arange(max_length) < np.array([len(value) for value in lists])[:, None]
 
 
 def _value_problem(feature: Feature, values: np.ndarray, array: np.ndarray) -> str | None:
     """Return what is wrong with values as classes; padding is none. array: the values as the schema has them."""
     if feature.classes and feature.max_length:
-        array = array[_is_item(feature, list(values))]
+        array = array[_is_item(feature.max_length, list(values))]
     return feature.value_problem(array)
 
 
