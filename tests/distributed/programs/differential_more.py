@@ -372,7 +372,7 @@ class PenalisedOwnLoss(keras.Model):
 class AsksForTraining(PenalisedOwnLoss):
     """compute_loss of its own that is another in training, and has shape [1]."""
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = False
     ) -> Any:
         loss = keras.Model.compute_loss(self, x, y, y_pred, sample_weight, training=training)

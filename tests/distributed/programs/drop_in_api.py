@@ -182,7 +182,8 @@ class TwoOptimizers(keras.Model):
 
 def slots_at_the_first_batch(model: Model, optimizer: Optimizer, compiled: Optimizer) -> list[float]:
     """The first number of each slot of `optimizer`: this rank's number, until `fit` has broadcast rank 1's."""
-    slots, found = optimizer.variables[2:], []
+    slots = optimizer.variables[2:]
+    found: list[float] = []
     for slot in slots:
         slot.assign(np.full(slot.shape, rank))
     look = keras.callbacks.LambdaCallback(

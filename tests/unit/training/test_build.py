@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import keras
 import pytest
@@ -427,7 +427,7 @@ def test_losses_by_output_are_means_over_records(
     """Of steps whose number of rows no shape tells."""
     image, label = batches.scaled_spec.inputs, batches.scaled_spec.targets
     spec = batches.scaled_spec._replace(targets={"a": label, "b": label})
-    inputs = keras.Input(image.shape[1:])
+    inputs = keras.Input(tuple(cast(tf.TensorSpec, image).shape[1:]))
     model = keras.Model(inputs, {name: layers.Dense(10, name=name)(layers.Flatten()(inputs)) for name in "ab"})
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.25), {"a": entropy, "b": entropy})
