@@ -337,10 +337,11 @@ def _updates(nodes: Sequence[Any], functions: Mapping[str, Any]) -> dict[str, st
             value = by_name.get(without_casts(given[1]))
             operands = inputs[value.name] if value is not None else []
             of_itself = [operand for operand in operands if reads(operand, given[0])]
-            kind = "other"
-            if value is not None and of_itself and not (value.op == "Sub" and of_itself[0] != operands[0]):
-                kind = _KINDS.get(value.op, "other")
-            yield given[0], kind, [operand for operand in operands if operand not in of_itself[:1]]
+            if value is None or not of_itself or (value.op == "Sub" and of_itself[0] != operands[0]):
+                yield given[0], "other", []
+            else:
+                first = operands.index(of_itself[0])
+                yield given[0], _KINDS.get(value.op, "other"), operands[:first] + operands[first + 1 :]
         elif _changes(node.op):
             yield given[0], _KINDS.get(node.op, "other"), given[1:]
         handed = given[1:] if node.op in _CONDITIONS else given

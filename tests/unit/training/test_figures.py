@@ -155,6 +155,7 @@ UPDATES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a running mean": (lambda state, x: state.assign(state + (x - state) / 3.0), "other"),
     "a running mean, added": (lambda state, x: state.value.assign_add((x - state) / 3.0), "other"),
     "doubled": (lambda state, x: state.assign(state + state), "other"),
+    "doubled, read once": (lambda state, x: state.assign((lambda read: read + read)(tf.identity(state))), "other"),
     "taken from": (lambda state, x: state.assign(x - state), "other"),
     "added in a function": (lambda state, x: called(lambda y: state.assign_add(y), x), "sum"),
     "a maximum in a function": (lambda state, x: called(lambda y: state.assign(keras.ops.maximum(state, y)), x), "max"),
