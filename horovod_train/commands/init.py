@@ -234,10 +234,6 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
         raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
     if len(table[target]) < 2 * FOLDS:
         raise UserError(f"{arguments.path}: expected at least {2 * FOLDS} records; it has {len(table[target])}.")
-    for name, column in table.items():
-        if column.dtype.kind == "f" and not np.isfinite(column).all():
-            record = int(np.flatnonzero(~np.isfinite(column))[0])
-            raise UserError(f"{arguments.path}: record {record}: {name} is {column[record]}; leave its line out.")
     return table, target
 
 

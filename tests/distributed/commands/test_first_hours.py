@@ -170,7 +170,7 @@ print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) els
         (["images", "nowhere"], "nowhere"),
         (["images", "flat"], "flat"),
         (["table", "flats.csv", "--target", "prize"], "--target prize: flats.csv has no such column"),
-        (["table", "nan.csv"], "nan.csv: record 1: area is nan; leave its line out."),
+        (["table", "nan.csv"], "nan.csv:3: area holds numbers, and here 'nan'; write a number or leave the line out."),
         (["text", "flats.csv"], "expected classes in column price"),
         (["tfrecords", "flat"], "expected *.tfrecord* files in it"),
         (["mine", "--out", "configs/a.yaml"], "in this folder"),

@@ -78,13 +78,13 @@ def test_an_evaluation_during_training_gets_the_inputs_of_training(here: Path) -
 
 
 def test_a_number_that_is_none_is_named_with_its_record(here: Path) -> None:
-    lines = (here / "t.csv").read_text().splitlines()
-    lines[8] = lines[8].replace(lines[8].split(",")[0], "nan", 1)
-    (here / "n.csv").write_text("\n".join(lines) + "\n")
-    words = ["--config", here / "config.yaml", f"data.train={here}/n.csv", "--output-dir", here / "nan"]
+    columns = {name: np.arange(40, dtype=np.float32) for name in "abyw"}
+    columns["a"][7] = np.nan
+    np.savez(here / "n.npz", **columns)
+    words = ["--config", here / "config.yaml", f"data.train={here}/n.npz", "--output-dir", here / "nan"]
     finished = train(words, launcher="mpirun", np=2)
     assert finished.returncode == 1, finished.text
-    said = f"because of a record: {here}/n.csv: record 7: an input is not finite. Nothing of the step has been saved."
+    said = f"because of a record: {here}/n.npz: record 7: an input is not finite. Nothing of the step has been saved."
     (line,) = [line for line in finished.stderr.splitlines() if "Model diverged" in line]
     assert said in line
     assert "base_lr" not in line
