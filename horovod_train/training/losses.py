@@ -74,8 +74,8 @@ class ClassWeights(NamedTuple):
             raise ValueError(f"{self.where} needs one target; there are {', '.join(target) or 'none'}")
         largest = max(self.by_class)
         table = tf.constant([self.by_class.get(number, 1.0) for number in range(largest + 2)])  # the last: any other
-        classes = _classes(target, largest, self.where)
-        return tf.gather(table, tf.where(classes < 0, largest + 1, tf.minimum(classes, largest + 1)))
+        classes, other = _classes(target, largest, self.where), tf.constant(largest + 1, tf.int64)
+        return tf.gather(table, tf.where(classes < 0, other, tf.minimum(classes, other)))
 
     def check(self, schema: Schema) -> None:
         """Raise UserError for a class that the schema's `classes` exclude."""
