@@ -323,13 +323,6 @@ def _updates(nodes: Sequence[Any], functions: Mapping[str, Any]) -> dict[str, st
         node = by_name.get(without_casts(name))
         return node is not None and node.op == "ReadVariableOp" and inputs[node.name] == [resource]
 
-    def depend(names: Sequence[str], resource: str) -> bool:
-        reached: set[str] = set()
-        for node in nodes:  # each comes after its inputs
-            if resource in inputs[node.name] or not reached.isdisjoint(inputs[node.name]):
-                reached.add(node.name)
-        return not reached.isdisjoint(names)
-
     def changes(node: Any) -> Iterator[tuple[str, str, Sequence[str]]]:
         """Yield each resource that a node changes, how, and by which inputs."""
         given = inputs[node.name]
@@ -355,12 +348,16 @@ def _updates(nodes: Sequence[Any], functions: Mapping[str, Any]) -> dict[str, st
                             kind = "other" if node.op in _LOOPS else inside[argument.name]
                             yield outer, kind, [name for name in given if name != outer]
 
+    found = [change for node in nodes for change in changes(node)]
+    bits = {resource: 1 << number for number, resource in enumerate(dict.fromkeys(change[0] for change in found))}
+    origins = dict(bits)  # of each node: the resources that it is computed from, a bit each
+    for node in nodes:  # each comes after its inputs
+        for name in inputs[node.name]:
+            origins[node.name] = origins.get(node.name, 0) | origins.get(name, 0)
     kinds: dict[str, str] = {}
-    for node in nodes:
-        for resource, kind, by in changes(node):
-            if kind != "other" and depend(by, resource):
-                kind = "other"
-            kinds[resource] = kind if kinds.get(resource, kind) == kind else "other"
+    for resource, kind, by in found:
+        depends = any(origins.get(name, 0) & bits[resource] for name in by)
+        kinds[resource] = kind if kinds.get(resource, kind) == kind and not depends else "other"
     return kinds
 
 

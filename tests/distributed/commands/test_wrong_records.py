@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_an_evaluation_during_training_gets_the_inputs_of_training(here: Path) -
 
 
 def test_a_number_that_is_none_is_named_with_its_record(here: Path) -> None:
-    columns = {name: np.arange(40, dtype=np.float32) for name in "abyw"}
+    columns: dict[str, Any] = {name: np.arange(40, dtype=np.float32) for name in "abyw"}
     columns["a"][7] = np.nan
     np.savez(here / "n.npz", **columns)
     words = ["--config", here / "config.yaml", f"data.train={here}/n.npz", "--output-dir", here / "nan"]
