@@ -130,6 +130,8 @@ def run_of(store: Store) -> Any:
             callbacks=callbacks,
             evaluated=tf.Variable(-1),
             train=SimpleNamespace(fingerprint="", files="", class_names={}, steps_per_epoch=1),
+            train_step=SimpleNamespace(figures=SimpleNamespace(names=())),
+            eval_step=None,
             users_hooks=(),
         ),
         state=TrainState(model, keras.optimizers.SGD()),
