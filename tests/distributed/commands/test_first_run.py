@@ -29,6 +29,7 @@ def started(folder: Path) -> list[Finished]:
     return [train(SHORT, launcher="horovodrun", np=2, cwd=folder, environment=environment) for _ in range(2)]
 
 
+@pytest.mark.long
 def test_ranks_train_in_an_empty_folder(folder: Path, started: list[Finished]) -> None:
     first, _ = started
     assert first.returncode == 0, first.text
@@ -39,6 +40,7 @@ def test_ranks_train_in_an_empty_folder(folder: Path, started: list[Finished]) -
     assert [path.name for path in (folder.parent / "cache" / "horovod_train").iterdir()] == ["digits"]
 
 
+@pytest.mark.long
 def test_root_says_in_one_line_what_it_trains(started: list[Finished]) -> None:
     (line,) = [line for line in started[0].stdout.splitlines() if "no --config: " in line]
     assert "digits_convnet" in line
@@ -46,6 +48,7 @@ def test_root_says_in_one_line_what_it_trains(started: list[Finished]) -> None:
     assert started[0].stdout.splitlines()[0] == line
 
 
+@pytest.mark.long
 def test_a_second_start_resumes(started: list[Finished]) -> None:
     second = started[1]
     assert second.returncode == 0, second.text
