@@ -33,7 +33,7 @@ class UserError(RunError):
 
 
 class InUse(RunError):
-    """Another run has the run directory, or a rank of an earlier start that its host's loss has cut off still does."""
+    """Another run has the run directory: perhaps an earlier start, on a host that was cut off and still trains."""
 
     exit_code = 73
     """EX_CANTCREAT of sysexits.h."""

@@ -1,5 +1,4 @@
-"""Where we hold on to Keras and tf.data: the only reads of attributes that are not public, and objects that take
-another class.
+"""Where we hold on to Keras and tf.data: reads of what is not public, and objects that take another class.
 
 A test fails if one of those attributes moves.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig
-from horovod_train.distributed.launch.local import list_gpus
+from horovod_train.distributed.launch.local import find_uuid, list_gpus, visible_gpus
 from horovod_train.errors import UserError
 
 
@@ -114,8 +114,7 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
         parts = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
         return Device(f"CPU{parts}, {_count(config.intra_op_threads or threads, 'thread')}", summary, (), names)
     indices = [gpus.index(gpu) for gpu in rank_gpus]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu_keys = host_keys(indices, len(gpus), local_rank, visible, list_gpus())
+    gpu_keys = host_keys(indices, len(gpus), local_rank, visible_gpus() or (), list_gpus())
     return Device(f"GPU {', '.join(map(str, indices))}", summary, gpu_keys, names)
 
 
@@ -154,27 +153,18 @@ def host_keys(
     indices: Sequence[int],
     visible_count: int,
     local_rank: int,
-    cuda_visible_devices: str | None,
+    visible_names: Sequence[str],
     uuids: Mapping[int, str],
 ) -> tuple[str, ...]:
     """Return names of the GPUs that have `indices` in this process. Ranks of a host that share a GPU get a common name.
 
-    visible_count: how many GPUs the process sees. uuids: from list_gpus. The name is the UUID if there is one. A number
-    is ambiguous if the process sees only its own GPUs: when the scheduler hides the others (SLURM's ConstrainDevices),
-    every task counts from 0. The name then contains local_rank.
+    visible_count: how many GPUs the process sees. visible_names: from visible_gpus. uuids: from list_gpus. The name is
+    the UUID if there is one. A number is ambiguous if the process sees only its own GPUs: when the scheduler hides the
+    others (SLURM's ConstrainDevices), every task counts from 0. The name then contains local_rank.
     """
-    visible_names = [name.strip() for name in cuda_visible_devices.split(",")] if cuda_visible_devices else []
     keys = []
     for index in indices:
         name = visible_names[index] if index < len(visible_names) else str(index)
         key = find_uuid(name, uuids) or name
         keys.append(f"{key} of local rank {local_rank}" if key.isdigit() and visible_count == len(indices) else key)
     return tuple(keys)
-
-
-def find_uuid(name: str, uuids: Mapping[int, str]) -> str | None:
-    """Return the UUID for an index, a UUID or the beginning of one; None if the driver lists no such GPU."""
-    if name.isdigit():
-        return uuids.get(int(name))
-    matches = [uuid for uuid in uuids.values() if uuid.startswith(name)]
-    return matches[0] if len(matches) == 1 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -99,6 +99,10 @@ class WorkerGroup:
         """Collective: return the values of all ranks, by rank, on every rank. For small ones, see `broadcast_object`"""
         with self.heartbeat.phase("exchange"):
             return cast(list[T], objects.gather(value, "group.gather"))
+
+    def union(self, numbers: Set[int]) -> set[int]:
+        """Collective: return the numbers that any rank has, on every rank."""
+        return set().union(*self.gather(sorted(numbers)))
 
     def to_root(self, rows: np.ndarray) -> np.ndarray:
         """Collective: return on root the rows of all ranks, in the order of the ranks; elsewhere no rows.

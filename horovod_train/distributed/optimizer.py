@@ -235,7 +235,8 @@ class GradientExchange:
             raise UserError(f"{self.owner}: compression must be none, fp16 or bf16; received {self.compression!r}.")
         if self.predivide != 1.0 and (self.op != "average" or self.compression == "bf16"):
             raise UserError(
-                f"{self.owner}: gradient_predivide_factor goes with op average, and not with compression bf16."
+                f"{self.owner}: gradient_predivide_factor goes with op average, and not with compression bf16; "
+                f"received op {self.op} and compression {self.compression}."
             )
         if self.op == "adasum":
             if self.ranks.process_set_id != hvd.global_process_set.process_set_id:

@@ -80,7 +80,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = step.metrics.result(group)
         about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}
-        if skipped := len(set().union(*group.gather(sorted(pipeline.skipped)))):
+        if skipped := len(group.union(pipeline.skipped)):
             about["skipped_records"] = skipped
         is_root = group.is_root
     return {**values, **about, "weights": trained.weights, "checkpoint": trained.checkpoint} if is_root else None

@@ -111,13 +111,16 @@ def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_se
 
 def exchange_count() -> int:
     """Return how many exchanges of gradients this rank has begun. May be called from any thread, during a step."""
-    return sum(int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values())
+    return sum(_counts())
+
+
+def _counts() -> list[int]:
+    return [int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values()]
 
 
 def is_check_due() -> bool:
     """Return whether ranks have exchanged gradients, and are still to compare the weights at the tenth exchange."""
-    counts = [int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values()]
-    return guards().check_weights and not is_alone() and any(0 < count < CHECKED_EXCHANGE for count in counts)
+    return guards().check_weights and not is_alone() and any(0 < count < CHECKED_EXCHANGE for count in _counts())
 
 
 def reset_counts() -> None:

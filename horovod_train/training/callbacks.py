@@ -186,7 +186,7 @@ class Callbacks:
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Take what `state` returned at the checkpoint of a step; Without callbacks it lacks most."""
+        """Take what `state` returned at the checkpoint of a step; a run without callbacks left less of it."""
         self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
         self.epoch_begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
         for named in self.named:

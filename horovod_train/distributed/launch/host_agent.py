@@ -51,7 +51,8 @@ def _pass_on(ranks: StartedRanks) -> None:
 def exit_code_of(ended: Ended) -> int:
     """Return one exit code for all ranks: of the first that failed; else 76 or 75 if one was asked to stop; else 0.
 
-    Codes that no other start would change come first. That of a host which ssh does not reach is none of a rank's.
+    Codes that no other start would change come first. A rank's 255 becomes 1: ssh ends with 255 if it cannot reach a
+    host.
     """
     codes = set(ended.codes.values())
     for code in (RanksDisagree.exit_code, UserError.exit_code):

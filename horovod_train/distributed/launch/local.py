@@ -149,13 +149,16 @@ def list_gpus() -> dict[int, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     listed = parse_gpus(finished.stdout) if finished.returncode == 0 else {}
-    if names is None:
-        return listed
-    return {
-        index: uuid
-        for index, uuid in listed.items()
-        if any(int(name) == index if name.isdecimal() else uuid.startswith(name) for name in names)
-    }
+    visible = listed.values() if names is None else [find_uuid(name, listed) for name in names]
+    return {index: uuid for index, uuid in listed.items() if uuid in visible}
+
+
+def find_uuid(name: str, uuids: Mapping[int, str]) -> str | None:
+    """Return the UUID for an index, a UUID or the beginning of one; None if the driver lists no such GPU."""
+    if name.isdigit():
+        return uuids.get(int(name))
+    matches = [uuid for uuid in uuids.values() if uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def parse_gpus(text: str) -> dict[int, str]:

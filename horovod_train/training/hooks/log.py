@@ -44,7 +44,7 @@ class LogTraining:
         values |= speed
         if skipped := int(run.parts.train_step.skipped):
             values["skipped_updates"] = skipped
-        if bad := len(set().union(*run.group.gather(sorted(run.parts.train.skipped)))):
+        if bad := len(run.group.union(run.parts.train.skipped)):
             values["skipped_records"] = bad
         values |= run.clock.take_blocked()
         aside = self._where_time_went(run, step, steps)

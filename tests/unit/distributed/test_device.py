@@ -118,7 +118,7 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
     ],
 )
 def test_gpu_is_known_by_its_uuid(name: str, uuid: str | None) -> None:
-    assert device.find_uuid(name, dict(enumerate(GPUS))) == uuid
+    assert local.find_uuid(name, dict(enumerate(GPUS))) == uuid
 
 
 def test_uuids_are_read_off_the_drivers_list() -> None:
@@ -161,28 +161,28 @@ def test_a_host_whose_gpus_are_not_seen_is_named(monkeypatch: pytest.MonkeyPatch
     start.check_devices(group)
 
 
-Sight = tuple[Sequence[int], int, "str | None", Sequence[str]]
-"""What a rank sees: its GPUs by its own numbers, how many there are, CUDA_VISIBLE_DEVICES, the driver's list."""
+Sight = tuple[Sequence[int], int, Sequence[str], Sequence[str]]
+"""What a rank sees: its GPUs by its own numbers, how many there are, which are named as visible, the driver's list."""
 
 
 @pytest.mark.parametrize(
     ("sights", "shared"),
     [
         # Each task sees its own GPU only, and calls it 0: with ConstrainDevices the driver lists no other.
-        ([([0], 1, "0", ["GPU-aa"]), ([0], 1, "0", ["GPU-bb"])], None),
-        ([([0], 1, "0", ["GPU-aa"]), ([0], 1, "0", ["GPU-aa"])], "GPU-aa"),
-        ([([0], 1, "0", []), ([0], 1, "0", [])], None),  # no UUIDs: nothing can be said
-        ([([0, 1], 2, None, []), ([0, 1], 2, None, [])], None),
+        ([([0], 1, ["0"], ["GPU-aa"]), ([0], 1, ["0"], ["GPU-bb"])], None),
+        ([([0], 1, ["0"], ["GPU-aa"]), ([0], 1, ["0"], ["GPU-aa"])], "GPU-aa"),
+        ([([0], 1, ["0"], []), ([0], 1, ["0"], [])], None),  # no UUIDs: nothing can be said
+        ([([0, 1], 2, [], []), ([0, 1], 2, [], [])], None),
         # Each task's own is named by the host's number: the driver lists all.
-        ([([0], 1, "2", GPUS), ([0], 1, "3", GPUS)], None),
-        ([([0], 1, "2", GPUS), ([0], 1, "2", GPUS)], "GPU-cc"),
-        ([([0], 1, "MIG-7", GPUS), ([0], 1, "MIG-7", GPUS)], "MIG-7"),
-        ([([0], 1, "GPU-aa", []), ([0], 1, "GPU-aa", [])], "GPU-aa"),
+        ([([0], 1, ["2"], GPUS), ([0], 1, ["3"], GPUS)], None),
+        ([([0], 1, ["2"], GPUS), ([0], 1, ["2"], GPUS)], "GPU-cc"),
+        ([([0], 1, ["MIG-7"], GPUS), ([0], 1, ["MIG-7"], GPUS)], "MIG-7"),
+        ([([0], 1, ["GPU-aa"], []), ([0], 1, ["GPU-aa"], [])], "GPU-aa"),
         # All see all.
-        ([([0], 4, None, GPUS), ([1], 4, None, GPUS)], None),
-        ([([0], 2, "2,3", GPUS), ([1], 2, "2,3", GPUS)], None),
-        ([([0], 2, "2,3", GPUS), ([1], 2, "3,2", GPUS)], "GPU-cc"),
-        ([([0, 1], 4, None, []), ([1, 2], 4, None, [])], "1"),
+        ([([0], 4, [], GPUS), ([1], 4, [], GPUS)], None),
+        ([([0], 2, ["2", "3"], GPUS), ([1], 2, ["2", "3"], GPUS)], None),
+        ([([0], 2, ["2", "3"], GPUS), ([1], 2, ["3", "2"], GPUS)], "GPU-cc"),
+        ([([0, 1], 4, [], []), ([1, 2], 4, [], [])], "1"),
     ],
 )
 def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], shared: str | None) -> None:
