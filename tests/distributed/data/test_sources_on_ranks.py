@@ -135,6 +135,7 @@ def test_a_fold_is_left_out_and_evaluated(arrays: Arrays, tmp_path: Path) -> Non
     assert f"{RECORDS} records" in predicted.stdout, predicted.text
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_tfrecords_of_the_same_records(digits: Path, arrays: Arrays, tmp_path: Path) -> None:
     """Shuffled by the same plan: the records lie in one file, so that both have the same blocks."""
     (tmp_path / "records").mkdir()

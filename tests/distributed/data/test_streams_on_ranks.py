@@ -27,6 +27,7 @@ def run(folder: Path, name: str, np: int, *words: str) -> Finished:
     return train(["--config", folder / "c.yaml", "--output-dir", folder / name, *words], launcher=launcher, np=np)
 
 
+@pytest.mark.long
 def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path: Path) -> None:
     """At a learning rate of 0 the mean over an epoch is one over its records, however they are spread over ranks."""
     found = {}

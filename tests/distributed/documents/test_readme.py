@@ -45,6 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run_process(words, environment=rank_environment() | patient)
 
 
+@pytest.mark.long
 def test_the_example_for_model_fit_keeps_ranks_equal(finished: Finished) -> None:
     assert finished.stdout.count("holds what the others hold") == 2, finished.text
     assert len(re.findall(r"^\[0\].*loss: ", finished.stdout, re.MULTILINE)) == 1

@@ -219,7 +219,7 @@ def end_of_ranks(convention: Convention, words: list[str], environment: Mapping[
 @pytest.mark.parametrize(
     ("convention", "launcher"),
     [
-        pytest.param(torchrun, "torchrun", id="torchrun"),
+        pytest.param(torchrun, "torchrun", id="torchrun", marks=pytest.mark.long),
         pytest.param(tf_config, "tf-config", id="tf-config", marks=pytest.mark.exhaustive),
         pytest.param(indexed_job, "indexed-job", id="indexed-job", marks=pytest.mark.exhaustive),
     ],

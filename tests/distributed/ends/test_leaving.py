@@ -454,6 +454,7 @@ def test_a_rate_that_a_callback_sets_survives_resumes_and_a_new_one_in_the_confi
     assert rates(tmp_path / "resumed", 40, more=["lr_schedule.base_lr=0.5"])[-1] == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) -> None:
     words = ["--config", config, "eval.every_epochs=1", "lr_schedule.base_lr=0.0", "early_stopping.patience=2"]
     finished = train([*words, "--output-dir", tmp_path / "patience"])
@@ -521,6 +522,7 @@ def test_a_run_that_cannot_save_ends_on_the_rank_that_writes_and_is_explained_so
     assert (explained["state"], explained["rank"], explained["followed"]) == ("failed", 0, [1])
 
 
+@pytest.mark.long
 def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path: Path) -> None:
     words = ["--config", str(config), "--output-dir", str(tmp_path / "run"), "train.epochs=100000", "log.every_steps=5"]
     limits = ["watch.warn_after_s=5", "watch.stop_after_s=10"]

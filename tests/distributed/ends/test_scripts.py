@@ -181,6 +181,7 @@ def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Pa
     assert "another rank has gone" not in finished.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "hangs")
     assert finished.returncode == 87, finished.text

@@ -214,6 +214,7 @@ def with_and_without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder / "with", folder / "without"
 
 
+@pytest.mark.long
 def test_a_run_is_the_same_to_the_bit_with_all_of_it_and_without(with_and_without: tuple[Path, Path]) -> None:
     shown, plain = with_and_without
     assert len(histograms(shown)) > 10

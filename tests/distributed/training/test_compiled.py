@@ -58,7 +58,10 @@ def fitted(model: keras.Model, targets: Any, of_eval: Any) -> tuple[list[float],
 
 @pytest.mark.parametrize(
     ("model", "np_"),
-    [pytest.param("user_models:compiled_vector", 3, marks=pytest.mark.exhaustive), ("{here}/whole.keras", 2)],
+    [
+        pytest.param("user_models:compiled_vector", 3, marks=pytest.mark.exhaustive),
+        pytest.param("{here}/whole.keras", 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_compiled_model_trains_as_fit_does(start: Start, here: Path, tmp_path: Path, model: str, np_: int) -> None:
     """Its loss, momentum, rate and metrics; from a function, and from a file that brings its weights too."""

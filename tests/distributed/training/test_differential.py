@@ -16,24 +16,34 @@ sys.path.insert(0, str(PROGRAMS))
 from differential_more import CASES, uncovered
 
 Facts = Callable[..., dict[str, Any]]
-UNEVEN = ["plain", "own train_step", "class weights"]
-"""Cases in which ranks have different numbers of records in a step."""
+UNEVEN = ["own train_step", "class weights"]
+"""Cases in which ranks have different numbers of records in a step; "plain" is one too."""
 
 IN_ONE_LAUNCH = 40
 """Cases, of which each takes seconds on each rank."""
 
-ON_THREE_RANKS = [
-    *("plain", "mask, mean_with_sample_weight, weights", "one loss for two outputs", "activity_regularizer, weights"),
-    *("own train_step, weights", "class weights", "optimizer that holds another", "BatchNormalization, synchronised"),
-    "BatchNormalization, synchronised, accumulated",
-    *("layer with a counter", "metrics of states that are no sums", "XLA, mask"),
-]
-"""One of each kind."""
-ON_ONE_RANK = [
-    *("mask, sum, weights", "two losses, metrics by output", "constraint", "function as metric", "short names", "Dice"),
-    *("schedule", "optimizer MultiOptimizer", "IntegerLookup", "own train_step that draws"),
-]
-"""Those that ranks have no part in, or that are of a kind that three ranks have."""
+CORE = {
+    1: [
+        *("mask, sum, weights", "two losses, metrics by output", "constraint", "function as metric", "short names"),
+        *("Dice", "schedule", "optimizer MultiOptimizer", "IntegerLookup", "own train_step that draws"),
+    ],
+    3: [
+        *("plain", "mask, mean_with_sample_weight, weights", "own train_step, weights"),
+        "BatchNormalization, synchronised, accumulated",
+    ],
+}
+"""By ranks. One has those that ranks have no part in, or that are of a kind that three have."""
+LONG = {
+    3: [
+        *("one loss for two outputs", "activity_regularizer, weights", "class weights", "optimizer that holds another"),
+        *(
+            "BatchNormalization, synchronised",
+            "layer with a counter",
+            "metrics of states that are no sums",
+            "XLA, mask",
+        ),
+    ]
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +71,20 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 def _cases(np: int) -> list[Any]:
     """All cases, of which most are one more of a kind."""
 
-    def is_exhaustive(name: str) -> bool:
-        return name not in {1: ON_ONE_RANK, 3: ON_THREE_RANKS}.get(np, [])
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        if name in CORE.get(np, []):
+            return []
+        return [pytest.mark.long if name in LONG.get(np, []) else pytest.mark.exhaustive]
 
-    return [
-        pytest.param(np, name, id=f"{np}-{name}", marks=[pytest.mark.exhaustive] if is_exhaustive(name) else [])
-        for name in CASES
-    ]
+    return [pytest.param(np, name, id=f"{np}-{name}", marks=marks(name)) for name in CASES]
 
 
 @functools.cache
 def _launched_with(np: int, name: str) -> tuple[str, ...]:
-    """The cases that one launch trains together: the exhaustive ones apart from the others, some at a time."""
-    by_mark: dict[bool, list[str]] = {False: [], True: []}
+    """The cases that one launch trains together: those of one mark, some at a time."""
+    by_mark: dict[str, list[str]] = {}
     for parameters in _cases(np):
-        by_mark[bool(parameters.marks)].append(parameters.values[1])
+        by_mark.setdefault(str(parameters.marks), []).append(parameters.values[1])
     return _chunk_of(name, next(names for names in by_mark.values() if name in names))
 
 
@@ -110,9 +119,10 @@ def test_what_a_checkpoint_holds_is_all_that_training_goes_on_from(facts: Facts,
     assert found.get("resumed") == [], found
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in UNEVEN)])
 def test_with_equal_shares_uneven_steps_end_elsewhere(facts: Facts, name: str) -> None:
-    assert facts(3, tuple(UNEVEN), ("--equal-shares",))[name]["weights"] > 1e-4
+    names = tuple(UNEVEN) if name in UNEVEN else (name,)
+    assert facts(3, names, ("--equal-shares",))[name]["weights"] > 1e-4
 
 
 def test_every_class_of_keras_has_a_case() -> None:

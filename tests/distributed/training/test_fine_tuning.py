@@ -85,6 +85,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], names: list[s
     return [one[name].tobytes() == other[name].tobytes() for name in names]
 
 
+@pytest.mark.long
 def test_frozen_weights_are_bit_equal_before_and_after_on_all_ranks(
     start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]
 ) -> None:

@@ -64,7 +64,11 @@ print(json.dumps(history.history["loss"]))
 
 @pytest.mark.parametrize(
     ("launcher", "np"),
-    [("none", 1), ("horovodrun", 2), pytest.param("horovodrun-default", 4, marks=pytest.mark.exhaustive)],
+    [
+        pytest.param("none", 1, marks=pytest.mark.long),
+        ("horovodrun", 2),
+        pytest.param("horovodrun-default", 4, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_n_ranks_train_like_one_and_like_plain_keras(
     base_config: Path, plain_keras_losses: list[float], tmp_path: Path, launcher: str, np: int

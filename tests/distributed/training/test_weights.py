@@ -129,7 +129,10 @@ def means_so_far(losses: list[float]) -> Iterator[float]:
             yield float(np.average(own[:step], weights=counts[:step]))
 
 
-@pytest.mark.parametrize(("weighted", "np_"), [("both", 3), pytest.param("class", 2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("weighted", "np_"),
+    [pytest.param("both", 3, marks=pytest.mark.long), pytest.param("class", 2, marks=pytest.mark.exhaustive)],
+)
 def test_a_weighted_run_is_that_of_fit_in_one_process(start: Start, tmp_path: Path, weighted: str, np_: int) -> None:
     finished = start([*WEIGHTS[weighted], *PER_STEP], np_)
     assert finished.returncode == 0, finished.text

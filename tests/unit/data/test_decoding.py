@@ -391,6 +391,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.long
 def test_batches_wait_on_the_device_of_the_steps(tmp_path: Path) -> None:
     """On a second CPU device, which stands for a GPU. Strings stay on the host; errors still name the record."""
     files = [file_of(picture(seed=number)) for number in range(28)]
