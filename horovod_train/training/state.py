@@ -161,16 +161,14 @@ class TrainState:
             return self.optimizer.learning_rates
         return {"learning_rate": self.optimizer.learning_rate}
 
-    def note_loss(self, scaled_loss: tf.Tensor, *, is_checked: bool) -> None:
+    def note_loss(self, scaled_loss: tf.Tensor, is_left_out: tf.Tensor | None = None) -> None:
         """In the compiled step: add this rank's part of the mean, times the number of ranks, to its moving average.
 
         The average is linear, so its mean over ranks is that of the global loss, though no rank knows that loss.
-        is_checked: whether to leave out a loss that is not finite, because training continues after it.
+        is_left_out: whether the average remains as it is, bool scalar; None: it does not.
         """
         moved = LOSS_AVERAGE_DECAY * self.loss_average + (1 - LOSS_AVERAGE_DECAY) * scaled_loss
-        self.loss_average.assign(
-            tf.where(tf.math.is_finite(scaled_loss), moved, self.loss_average) if is_checked else moved
-        )
+        self.loss_average.assign(moved if is_left_out is None else tf.where(is_left_out, self.loss_average, moved))
 
     def average_loss(self, group: WorkerGroup) -> dict[str, float]:
         """Collective: return the moving average of the global loss, corrected for the start at zero, by its name."""

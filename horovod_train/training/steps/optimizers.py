@@ -173,6 +173,8 @@ class Update:
         self._calls: Counter[str] = Counter()
         self.loss: tf.Tensor | None = None
         """The loss of the pass times its share, if it is known; float scalar."""
+        self.is_empty: tf.Tensor | None = None
+        """Whether the step that is being traced has no record on any rank, bool scalar; None: it has some."""
         self._variables: dict[str, list[Any]] = {}
 
     def variables_of(self, call: str) -> list[tf.Variable]:
@@ -214,7 +216,7 @@ class Update:
             if self.holds_back:
                 self._apply_if_finite(optimizer, combined, local, variables)
             else:
-                optimizer.apply_combined(combined, variables)
+                self._apply_combined(optimizer, combined, variables)
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
 
     def _exchange(
@@ -264,12 +266,12 @@ class Update:
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
         scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if scales_loss:  # skips non-finite gradients itself and lowers its scale
-            optimizer.apply_combined(gradients, variables)
+            self._apply_combined(optimizer, gradients, variables)
 
         def update() -> tf.Tensor:
             if not scales_loss:
                 # A user's `apply` may compute with them: they must be tensors of this branch.
-                optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
+                self._apply_combined(optimizer, [_identity(gradient) for gradient in gradients], variables)
             return failed.read_value()
 
         def skip() -> tf.Tensor:
@@ -277,6 +279,17 @@ class Update:
             return tf.constant(True)
 
         failed.assign(tf.cond(are_finite(gradients), update, skip))
+
+    def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Apply gradients, unless they are of no record: momentum and decay would move weights by gradients of 0."""
+        if self.is_empty is None:
+            optimizer.apply_combined(gradients, variables)
+            return
+
+        def apply() -> None:
+            optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
+
+        tf.cond(self.is_empty, lambda: None, apply)
 
 
 def _identity(gradient: Any) -> Any:

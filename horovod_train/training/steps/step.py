@@ -187,20 +187,23 @@ class TrainStep:
             if counting:
                 with tf.control_dependencies([enter("compute", after=(total, totals))]):
                     parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
-            before = self.forward_state.values()
+            before, is_empty = self.forward_state.values(), self.rows.is_empty(total)
+            # With a delay, what is applied are gradients of the step before.
+            self.update.is_empty = None if state.synchronization.delay else is_empty
             with self._without_poison():
                 loss = self._compute(parts, totals)
         if loss is not None:
             before_last = state.failure.last_loss.read_value() if state.synchronization.delay else loss
             state.failure.last_loss.assign(loss)
-            state.note_loss(loss, is_checked=self.update.holds_back)
+            is_bad = tf.logical_not(tf.math.is_finite(loss)) if self.update.holds_back else None
+            state.note_loss(loss, _any(is_empty, is_bad))
         else:
             before_last = tf.constant(0.0)
         failed = self.update.optimizers.failed.read_value()
         with tf.control_dependencies([failed]):  # a step counts only after its exchanges
             state.step.assign_add(1)
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
-            self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
+            self.forward_state.combine(before, self.shares, is_empty)
         with tf.name_scope("update_parameters"):
             has_failed = self._end_update(failed, before_last, None if state.synchronization.delay else batch)
         with tf.name_scope("exchange"):
@@ -350,8 +353,7 @@ class TrainStep:
             self._end_update_or_skip(failed, loss, batch)
             return self.state.failure.step > 0
         state = self.state
-        if state.averages.variables and not state.averages.are_of_optimizer:
-            state.averages.update(tf.identity(state.step))
+        self._update_averages(self.update.is_empty)
         tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
         return failed
 
@@ -360,8 +362,7 @@ class TrainStep:
 
     def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> None:
         state = self.state
-        if state.averages.variables and not state.averages.are_of_optimizer:
-            tf.cond(skips, lambda: None, lambda: state.averages.update(tf.identity(state.step)))
+        self._update_averages(_any(skips, self.update.is_empty))
 
         def note() -> tf.Tensor:
             self.skipped.assign_add(1)
@@ -372,6 +373,15 @@ class TrainStep:
             return in_a_row + 1
 
         self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: tf.constant(0)))
+
+    def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
+        averages, step = self.state.averages, tf.identity(self.state.step)
+        if averages.are_of_optimizer or not averages.variables:
+            return
+        if is_left_out is None:
+            averages.update(step)
+        else:
+            tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
@@ -446,6 +456,12 @@ class EvalStep:
 def _compiled(run_steps: Callable[[Cursor, tf.Tensor, StepSize], Any], size: StepSize) -> Any:
     # Not a partial, whose `size` tf.function would take for an argument.
     return tf.function(lambda cursor, steps: run_steps(cursor, steps, size), autograph=False)
+
+
+def _any(*conditions: tf.Tensor | None) -> tf.Tensor | None:
+    """Return whether one of some bool scalars is true; None: there are none."""
+    given = [condition for condition in conditions if condition is not None]
+    return tf.reduce_any(tf.stack(given)) if given else None
 
 
 def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:

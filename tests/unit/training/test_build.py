@@ -421,6 +421,35 @@ def test_rows_that_are_no_records_leave_moving_averages_alone(
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("non_finite", ["stop", "skip"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [keras.optimizers.Adam(0.1, weight_decay=0.1), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))],
+    ids=lambda optimizer: optimizer.name,
+)
+def test_a_step_without_a_record_is_no_update(
+    batches: Pipeline, stepping: Callable[..., TrainStep], optimizer: Any, non_finite: str, jit_compile: bool
+) -> None:
+    """Of momentum, decay and averages neither; the place in the data continues."""
+    optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(optimizer, model.loss)
+    words: dict[str, Any] = {"non_finite": non_finite, "ema_decay": 0.9}
+    step = stepping(batches, model, data={"on_bad_record": "skip"}, train=words, jit_compile=jit_compile)
+    train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    ends: list[dict[str, Any]] = []
+    for records in (8, 0, 8):
+        ids = tf.where(tf.range(tf.size(batch.ids)) < records, batch.ids, -1)
+        assert train_on(batch._replace(ids=ids))
+        variables = step.state.variables()
+        assert int(variables.pop("progress/step")) == len(ends) + 1
+        ends.append({name: variable.numpy().tolist() for name, variable in variables.items()})
+    assert ends[1] == ends[0]
+    assert ends[2] != ends[1]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
 def test_losses_by_output_are_means_over_records(
     batches: Pipeline, stepping: Callable[..., TrainStep], jit_compile: bool
 ) -> None:
