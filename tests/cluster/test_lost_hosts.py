@@ -28,7 +28,7 @@ def table(cluster_tables: list[object]) -> Iterator[Table]:
     cluster_tables.append(made)
 
 
-@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=pytest.mark.exhaustive)])
 def test_a_lost_host_costs_no_record_and_may_come_back(
     cluster: VirtualCluster, table: Table, tmp_path: Path, how: str
 ) -> None:

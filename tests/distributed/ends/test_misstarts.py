@@ -124,7 +124,7 @@ def test_a_rank_that_fails_alone_before_the_ranks_meet_ends_all(
     assert re.match(said, line), finished.text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ranks_that_mpi_does_not_bring_together_end_with_one_sentence(digits: Path, tmp_path: Path) -> None:
     """As under the mpirun of another MPI: two processes, and each is the only one in the MPI of Horovod."""
     config = tmp_path / "config.yaml"

@@ -31,7 +31,7 @@ def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> 
     assert own_lines(finished) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("launcher", "trouble"), [("mpirun", "takes-its-time"), ("srun", "unwatched")])
 def test_a_script_that_takes_its_time_where_no_rank_waits_is_left_alone(
     tmp_path: Path, launcher: str, trouble: str
@@ -43,7 +43,7 @@ def test_a_script_that_takes_its_time_where_no_rank_waits_is_left_alone(
     assert own_lines(finished) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_process_alone_is_not_watched(tmp_path: Path) -> None:
     finished = run_process([*warm_python(), SCRIPT, str(tmp_path), "takes-its-time"])
     assert finished.returncode == 0, finished.text

@@ -275,7 +275,7 @@ def test_a_killed_rank_is_missed(tmp_path: Path, launcher: str) -> None:
         assert (told.state, told.rank, told.followed, told.silent) == ("disappeared", 1, [0, 2], [1])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_of_two_killed_ranks_one_is_missed_though_the_other_was_the_hosts_first_one_left(tmp_path: Path) -> None:
     with watched(tmp_path, "horovodrun", 3, 0, "none") as job:
         job.wait_until_trained()

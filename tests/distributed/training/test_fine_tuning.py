@@ -102,7 +102,7 @@ def test_frozen_weights_are_bit_equal_before_and_after_on_all_ranks(
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_without_freezing_they_change(start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]) -> None:
     done(start([f"model.init_from={here / 'low-run'}", NEW_HEAD, "hooks=user_hooks:keep_weights"]))
     assert not any(same(before, weights(tmp_path / "run", 0, 3 * STEPS_OF_EPOCH), PROTECTED))
