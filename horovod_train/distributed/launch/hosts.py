@@ -1,9 +1,9 @@
 """Ranks on several hosts: which hosts there are, which of them answer, and their ranks, started over ssh.
 
-`ssh HOST` starts an agent on each host (host_agent) and gives it an order: one line of JSON, and then the number of a
-signal on each line. ssh returns the exit code of the agent, which is that of its ranks, and 255 if the host is lost.
-horovodrun would end with 1 for every reason, and pass no signal on. Secrets travel in the order, not on a command line,
-which other users can read. Imports neither Horovod nor TensorFlow.
+`ssh HOST` starts an agent on each host, `python -m` this module, and gives it an order: one line of JSON, and then the
+number of a signal on each line. ssh returns the exit code of the agent, which is that of its ranks, and 255 if the host
+is lost. horovodrun would end with 1 for every reason, and pass no signal on. Secrets travel in the order, not on a
+command line, which other users can read. Imports neither Horovod nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -12,16 +12,30 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from horovod_train.distributed.launch.conventions import is_loopback
-from horovod_train.distributed.launch.started_ranks import Started, StartedRanks, new_meeting, start
-from horovod_train.errors import UserError
+from horovod_train.distributed.launch.launcher import STOP_SIGNALS
+from horovod_train.distributed.launch.started_ranks import (
+    SAVE_WITHIN_S,
+    SSH_LOST,
+    Ended,
+    Started,
+    StartedRanks,
+    new_meeting,
+    start,
+    start_here,
+)
+from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
+from horovod_train.output.console import to_stderr
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
@@ -155,7 +169,7 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
 
 
 def _agent() -> list[str]:
-    return [sys.executable, "-m", "horovod_train.distributed.launch.host_agent"]
+    return [sys.executable, "-m", __name__]
 
 
 def _agent_over_ssh() -> str:
@@ -173,3 +187,54 @@ def _give(agent: subprocess.Popen[bytes], order: Mapping[str, object]) -> None:
         agent.stdin.flush()
     except OSError:  # its host is lost; ssh says so
         return
+
+
+def run_agent() -> int:
+    """Start the ranks of this host as the launch of another host orders, and pass signals on to them.
+
+    Reads the order from standard input. If the input ends, the launch or the connection to it is gone: the ranks are
+    asked to save and to end. Returns their exit code.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _let_launch_decide)
+    order = json.loads(sys.stdin.readline())
+    os.environ.update(order.get("environment", {}))
+    try:
+        ranks = start_here(order["meeting"], order["first"], order["ranks"], order["program"])
+    except OSError as error:
+        to_stderr(f"error: {order['program'][0]}: {error.strerror} on {socket.gethostname()}.")
+        return UserError.exit_code
+    threading.Thread(target=_pass_on, args=(ranks,), daemon=True).start()
+    return _exit_code_of(ranks.wait())
+
+
+def _let_launch_decide(number: int, _: object) -> None:
+    """Take a signal of the terminal or of sshd. If it were ignored, the ranks would inherit that."""
+
+
+def _pass_on(ranks: StartedRanks) -> None:
+    for line in sys.stdin:
+        ranks.send(int(line))
+    ranks.send(signal.SIGTERM)
+    time.sleep(SAVE_WITHIN_S)
+    ranks.send(signal.SIGKILL)
+
+
+def _exit_code_of(ended: Ended) -> int:
+    """Return one exit code for all ranks: of the first that failed; else 76 or 75 if one was asked to stop; else 0.
+
+    Codes that no other start would change come first. A rank's 255 becomes 1: ssh ends with 255 if it cannot reach a
+    host.
+    """
+    codes = set(ended.codes.values())
+    for code in (RanksDisagree.exit_code, UserError.exit_code):
+        if code in codes:
+            return code
+    if ended.first:
+        code = ended.codes.get(ended.first, 1)
+        return 1 if code == SSH_LOST else code
+    return next((code for code in (STOPPED, START_AGAIN) if code in codes), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent())
