@@ -6,6 +6,7 @@ Names, values and messages of files and libraries reach terminals, logs and page
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _NOT_PRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -46,6 +47,13 @@ def error_line(text: str) -> str:
     line = " ".join(printable(without_secrets(text)).split("\n"))
     line = _LONG_WORD.sub(lambda word: _shorten(word[0], _MOST_IN_A_WORD), line)
     return _shorten(line, _MOST_IN_A_LINE)
+
+
+def listed(names: Iterable[object], most: int = 6, noun: str = "") -> str:
+    """Return names in a row: all of them, or the first `most` and how many more there are. noun: of them, a plural."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more {noun}".rstrip() if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -26,6 +26,7 @@ from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError, one_line
 from horovod_train.output.console import to_stdout
+from horovod_train.shown_text import listed
 
 FOLDS = 5
 """One record in so many is held out to evaluate on."""
@@ -106,7 +107,7 @@ def _images(arguments: argparse.Namespace) -> Draft:
         _model({"classes": len(classes), "image_size": size}),
         *_classification(epochs=20),
     ]
-    found = f"{len(files)} images in {len(classes)} classes: {_listed(classes)}; {_split(len(files))}"
+    found = f"{len(files)} images in {len(classes)} classes: {listed(classes)}; {_split(len(files))}"
     return Draft(f"{found}{f'; note: {note}' if note else ''}", sections, {"model.py": init_models.IMAGES})
 
 
@@ -166,7 +167,7 @@ def _text(arguments: argparse.Namespace) -> Draft:
     records = len(table[target])
     found = (
         f"{records} texts in {text}, {len(words)} different words, in {len(names)} classes of {target}: "
-        f"{_listed(names)}; {_split(records)}"
+        f"{listed(names)}; {_split(records)}"
     )
     sections = [
         _data(arguments.path, {target: _target_settings(table[target])}, [target], 32, inputs=[text]),
@@ -258,10 +259,6 @@ def _outputs_of(schema: Schema) -> int | None:
     """Return the number of classes of the only target, if it has classes."""
     target = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
     return target.classes if target else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def _split(records: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.shown_text import listed
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
@@ -238,10 +239,6 @@ def suggest(name: str, known: list[str]) -> str:
     return f"expected one of {', '.join([*known[:12], *['…'] * (len(known) > 12)])}." if known else "there is none."
 
 
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
 def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
     """Return the names in which a pattern matches anywhere (re.search).
 
@@ -253,5 +250,5 @@ def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
     except re.error as error:
         raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
     if not matching:
-        raise UserError(f"{where}: {pattern!r} is in none of {_shown(names) or 'nothing'}.")
+        raise UserError(f"{where}: {pattern!r} is in none of {listed(names) or 'nothing'}.")
     return matching

@@ -22,6 +22,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError
 from horovod_train.output.removal import Artifact, remove
+from horovod_train.shown_text import listed
 
 INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index."""
@@ -29,7 +30,6 @@ INDEX_NAME = "index.npz"
 
 _NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
-_SHOWN = 3
 _LOCK = Artifact("a lock", r".+\.(npz|unpacked|dataset)\.lock")
 
 
@@ -97,13 +97,7 @@ def left_out_note(folder: str, names: Sequence[str], read: str) -> str:
     if not names:
         return ""
     what = "1 file is" if len(names) == 1 else f"{len(names)} files are"
-    return f"{folder}: {what} left out: {listed(names)}. Read are only {read}."
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return f"{folder}: {what} left out: {listed(names, 3)}. Read are only {read}."
 
 
 def is_no_record(name: str) -> bool:
@@ -186,7 +180,7 @@ def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> l
     if subfolders != [folder]:
         hint = f" Its folders have some: {setting}={subfolders[0]}?"
     elif content:
-        hint = f" It holds {', '.join(content[:3])}{', …' if len(content) > 3 else ''}; name other files with a glob."
+        hint = f" It holds {listed(content, 3)}; name other files with a glob."
     else:
         hint = " It is empty."
     raise UserError(f"{setting}: {folder} holds no {pattern} files.{hint}")

@@ -27,6 +27,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.schema import Feature
+from horovod_train.shown_text import listed
 
 Arrays = dict[str, np.ndarray]
 """By name. Strings may be an eager tensor instead, which numpy.asarray copies into Python."""
@@ -194,18 +195,14 @@ def difference(names: Names, reference: Names, owner: str) -> str:
     """
     counts, reference_counts = Counter(name for name, _ in names), Counter(name for name, _ in reference)
     if missing := sorted((reference_counts - counts).elements()):
-        return f"lacks {_abbreviate(missing)}, which {owner} has"
+        return f"lacks {listed(missing, 3, 'files')}, which {owner} has"
     if added := sorted((counts - reference_counts).elements()):
-        return f"has {_abbreviate(added)}, which {owner} lacks"
+        return f"has {listed(added, 3, 'files')}, which {owner} lacks"
     if changed := sorted(name for name, _ in (Counter(names) - Counter(reference)).elements()):
-        return f"has other content in {_abbreviate(changed)} than {owner}"
+        return f"has other content in {listed(changed, 3, 'files')} than {owner}"
     pairs = enumerate(zip(names, reference, strict=True), 1)
     number, name = next((number, part[0]) for number, (part, expected) in pairs if part != expected)
     return f"has the same files as {owner} in another order, from file {number} on ({name})"
-
-
-def _abbreviate(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])} and {len(names) - 3} more files" if len(names) > 3 else ", ".join(names)
 
 
 def _identity(part: Part) -> bytes:

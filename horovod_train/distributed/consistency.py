@@ -18,6 +18,7 @@ import tensorflow as tf
 import horovod_train
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import RanksDisagree
+from horovod_train.shown_text import listed
 
 
 def digest(data: bytes) -> str:
@@ -66,10 +67,9 @@ def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> st
     # If two values are equally frequent, root's value counts as the common one.
     majority = max(Counter(values).items(), key=lambda item: (item[1], item[0] == values[0]))[0]
     dissenters = [rank for rank, value in enumerate(values) if value != majority]
-    examples = ", ".join(f"{group.name(rank)} has {_short(values[rank])}" for rank in dissenters[:4])
-    more = f" and {len(dissenters) - 4} more ranks" if len(dissenters) > 4 else ""
+    examples = listed((f"{group.name(rank)} has {_short(values[rank])}" for rank in dissenters), 4, "ranks")
     agreement = f"{values.count(majority)} of {group.size} have {_short(majority)}"
-    return f"ranks disagree {when} on {name}: {examples}{more}; {agreement}."
+    return f"ranks disagree {when} on {name}: {examples}; {agreement}."
 
 
 def _short(value: str) -> str:

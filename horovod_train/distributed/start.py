@@ -34,11 +34,11 @@ from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
 from horovod_train.output.files import must_be_writable
 from horovod_train.output.lease import boot_id
+from horovod_train.shown_text import listed
 
 _TIMELINE, _CYCLE = "HOROVOD_TIMELINE", "HOROVOD_CYCLE_TIME"
 _MAX_CORES = 8192
 """Linux's own limit, NR_CPUS."""
-_MAX_SHOWN = 4
 
 _GLOO_FAILED = (
     "error: rank 0 ended while Horovod started: the ranks did not find each other over gloo; what it says is above. "
@@ -160,10 +160,9 @@ def check_devices(group: WorkerGroup) -> None:
     """Raise UserError if ranks of one host have a GPU in common, or only some ranks have one for NCCL."""
     without_gpu = [group.name(rank) for rank, rank_device in enumerate(group.devices) if not rank_device.gpu_keys]
     if 0 < len(without_gpu) < group.size and hvd.nccl_built():
-        examples = ", ".join(without_gpu[:_MAX_SHOWN]) + (", …" if len(without_gpu) > _MAX_SHOWN else "")
         raise UserError(
-            f"{len(without_gpu)} of {group.size} ranks see no GPU, though the others do: {examples}. Look at "
-            "nvidia-smi there, leave those hosts out, or hide all GPUs with CUDA_VISIBLE_DEVICES=."
+            f"{len(without_gpu)} of {group.size} ranks see no GPU, though the others do: {listed(without_gpu, 4)}. "
+            "Look at nvidia-smi there, leave those hosts out, or hide all GPUs with CUDA_VISIBLE_DEVICES=."
         )
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, rank_device) in enumerate(zip(group.hosts, group.devices, strict=True)):

@@ -22,6 +22,7 @@ import tensorflow as tf
 from horovod_train.distributed.allreduce import exchange_name, is_alone
 from horovod_train.distributed.group import name_of
 from horovod_train.errors import RanksDisagree
+from horovod_train.shown_text import listed
 
 T = TypeVar("T")
 
@@ -186,8 +187,7 @@ def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet
         if len(set(column.tolist())) > 1:
             members = ranks.ranks or range(len(column))
             differing = [rank for rank, value in zip(members, column, strict=True) if value != column[0]]
-            rank_list = ", ".join(map(str, differing[:4])) + (", …" if len(differing) > 4 else "")
             raise RanksDisagree(
-                f"ranks hold different weights: {name} on rank {rank_list} differs from that on rank {members[0]}. "
-                f"{advice}; hvd.init(check_weights=False) does not check."
+                f"ranks hold different weights: {name} on rank {listed(differing, 4)} differs from that on rank "
+                f"{members[0]}. {advice}; hvd.init(check_weights=False) does not check."
             )

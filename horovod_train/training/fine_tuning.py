@@ -27,6 +27,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import take_class, weights_of_slots
+from horovod_train.shown_text import listed
 
 _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
@@ -101,12 +102,6 @@ def enable_lora(model: keras.Model, ranks: Mapping[str, int]) -> None:
 def is_lora(path: str) -> bool:
     """Return whether a weight is one that `enable_lora` adds."""
     return _LORA.search(path) is not None
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """Return names for a line of the log: all of them, or the first and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _matching(patterns: Sequence[str], paths: Sequence[str], where: str) -> set[str]:

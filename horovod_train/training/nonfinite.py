@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod_train.data.batch_source import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
+from horovod_train.shown_text import listed
 
 _MOST_NUMBERS = 1 << 14
 """Of a small gradient."""
@@ -120,7 +121,7 @@ class Failure:
         # A rank whose own records are to blame tells more than the others.
         first = min(causes or failed, key=lambda rank: not facts[rank][-1])
         step, _, loss_is_finite, shown, skips, variable, record = facts[first]
-        ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
+        ranks = listed(map(group.name, causes), 4)
         tried = f", after {skips} skipped updates in a row" if skips else ""
         state = f"Nothing of it has been saved; {_ADVICE if self.knows_loss else 'lower the learning rates'}."
         if not causes:

@@ -45,13 +45,14 @@ from horovod_train.errors import RanksStartApart, UserError
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
+from horovod_train.shown_text import listed
 from horovod_train.training.build import build_components, build_first_model
 from horovod_train.training.initial_state import batch_of, resolve_as_before
 from horovod_train.training.run_record import PhaseTimes, Run
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
 
-_RANKS_SHOWN, _LENGTHS_SHOWN = 3, 8
+_RANKS_SHOWN = 3
 """Differences and lengths that a message names."""
 
 log = logging.getLogger(__name__)
@@ -316,10 +317,8 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
         lengths = group.gather(length)
         if not any(lengths):
             raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
-        listed = ", ".join(f"{length:,}" for length in lengths[:_LENGTHS_SHOWN]) + (
-            ", …" if len(lengths) > _LENGTHS_SHOWN else ""
-        )
-        log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {listed}")
+        by_rank = listed((f"{length:,}" for length in lengths), 8, "ranks")
+        log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {by_rank}")
     data = config.data
     assert data.global_batch_size is not None
     rows = -(-data.global_batch_size // group.size)

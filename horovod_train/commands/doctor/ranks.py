@@ -17,6 +17,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce, mpi_place, scheduler_tasks
 from horovod_train.distributed.launch.local import list_gpus
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.shown_text import listed
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SLOW_GB_PER_S = 0.1
@@ -68,8 +69,7 @@ def judge_counts(
 def check_hosts(group: WorkerGroup) -> CheckResult:
     """Show ranks by host; with an uneven spread the hosts with fewer ranks wait."""
     spread = Counter(group.hosts)
-    text = ", ".join(f"{host}: {count}" for host, count in list(spread.items())[:8])
-    text = f"ranks by host: {text}{', …' if len(spread) > 8 else ''}"
+    text = f"ranks by host: {listed((f'{host}: {count}' for host, count in spread.items()), 8)}"
     if len(set(spread.values())) > 1:
         fix = "Give each host as many ranks: those that share a host with more of them are slower."
         return warning("hosts", text, fix, {"ranks_by_host": dict(spread)})
@@ -86,10 +86,10 @@ def check_devices(group: WorkerGroup) -> CheckResult:
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
     """rows: for each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
-    for rank, (host, uuids, listed, visible) in enumerate(rows):
-        if not uuids and listed and not visible:
+    for rank, (host, uuids, driver_count, visible) in enumerate(rows):
+        if not uuids and driver_count and not visible:
             fix = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
-            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", fix, facts)
+            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {driver_count} GPUs", fix, facts)
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, uuids, _, _) in enumerate(rows):
         for uuid in uuids:
@@ -106,7 +106,7 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
     used: Counter[str] = Counter()
     for host, uuids, _, _ in rows:
         used[host] += len(uuids)
-    idle = {host: listed - used[host] for host, _, listed, _ in rows if listed > used[host]}
+    idle = {host: count - used[host] for host, _, count, _ in rows if count > used[host]}
     if idle:
         text = f"{on_gpu} ranks, each with its own GPU; idle: {idle}"
         return warning("devices", text, "Start as many ranks on a host as it has GPUs.", facts)

@@ -25,10 +25,11 @@ from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
 from horovod_train.output.metrics import load_writers
 from horovod_train.output.trackers import build_trackers
+from horovod_train.shown_text import listed
 from horovod_train.training.build import Components, build_components
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.compiled import build_metrics
-from horovod_train.training.fine_tuning import is_lora, listed, match
+from horovod_train.training.fine_tuning import is_lora, match
 from horovod_train.training.hooks import load_hooks
 from horovod_train.training.losses import build_loss
 from horovod_train.training.steps.optimizers import Optimizers

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.files import left_out_note, listed, loose_files
+from horovod_train.data.files import left_out_note, loose_files
 from horovod_train.data.prepare.writing import Kind, Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError, one_line
 from horovod_train.output.console import to_stdout
+from horovod_train.shown_text import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
@@ -96,7 +97,7 @@ def list_images(folder: str) -> ImageList:
         raise UserError(f"{folder}: cannot be read: {error.strerror}.") from error
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     if not images:
-        found = f"{listed(others)}" if others else "none"
+        found = listed(others, 3) or "none"
         raise UserError(f"{folder}: expected a folder for each class, with {kinds} files; found {found}.")
     return ImageList(classes, images, left_out_note(folder, others, f"{kinds} in its folders"))
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train.config.paths import is_remote
-from horovod_train.data.files import is_no_record, left_out_note, listed
+from horovod_train.data.files import is_no_record, left_out_note
 from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError
+from horovod_train.shown_text import listed
 
 
 class ImageFolder(FileStore):
@@ -63,7 +64,7 @@ class UnlabelledImages(FileStore):
         files, others = images_at(path)
         kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         if not files:
-            raise UserError(f"{path}: expected {kinds} files; found {listed(others) or 'none'}.")
+            raise UserError(f"{path}: expected {kinds} files; found {listed(others, 3) or 'none'}.")
         self.note = left_out_note(path, others, kinds) if os.path.isdir(path) else ""
         (self._name,) = request.images if len(request.images) == 1 else ("image",)
         self._files = files

@@ -13,6 +13,7 @@ import numpy as np
 from horovod_train.data.random_access.store import objects, stack
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Data
+from horovod_train.shown_text import listed
 
 
 class ArraysParser:
@@ -154,8 +155,7 @@ def _expected_form(feature: Feature) -> str:
     if feature.decode == "image":
         return "the bytes of an image's file"
     if feature.class_names:
-        shown = ", ".join(feature.class_names[:6]) + (", …" if len(feature.class_names) > 6 else "")
-        return f"one of {shown}, or its number"
+        return f"one of {listed(feature.class_names)}, or its number"
     if feature.max_length:
         items = f"values of {feature.stored_dtype}" if not feature.shape else f"items of {_stored_form(feature)}"
         return f"at most {feature.max_length} {items}"

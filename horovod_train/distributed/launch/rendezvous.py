@@ -37,6 +37,7 @@ from horovod_train.distributed.launch.rendezvous_server import (
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.lease import boot_id
+from horovod_train.shown_text import listed
 
 ARRIVE_WITHIN_S = 300.0
 """How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise.
@@ -248,10 +249,10 @@ def _wait_for_all(server: StepServer, step: Step | Meeting, deadline: float) -> 
         if any(map(_has_failed, reports.values())):
             break
         if time.monotonic() > deadline:
-            names = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
             raise RunError(
-                f"{len(missing)} of {step.size} ranks have not reached {_host_of_root(step)} in time: {names}. Their "
-                "output may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
+                f"{len(missing)} of {step.size} ranks have not reached {_host_of_root(step)} in time: "
+                f"{listed(sorted(missing), 8)}. Their output may say why; where they are only slow, raise "
+                "HOROVOD_START_TIMEOUT (seconds)."
             )
         time.sleep(key_value_store.POLL_S / 5)
     if failure := next(filter(_has_failed, reports.values()), None):

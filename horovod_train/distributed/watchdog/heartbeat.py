@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from horovod_train.open_files import idle_descriptors
 from horovod_train.output.logs import ANY_RANK, PHASE
+from horovod_train.shown_text import listed
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -188,9 +189,7 @@ def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: 
             continue
         if name.endswith(tuple(suffixes)):
             names.add(name)
-    listed = sorted(names)[:at_most]
-    ending = f" and {len(names) - at_most} more files" if len(names) > at_most else ""
-    return f"reading {', '.join(listed)}{ending}" if listed else ""
+    return f"reading {listed(sorted(names), at_most, 'files')}" if names else ""
 
 
 class PhaseVariable:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import IN_CALL, LONG_PHASES, Beat
+from horovod_train.shown_text import listed
 
 EXCHANGE = "exchange"
 
@@ -96,7 +97,7 @@ class StallDetector:
     def describe_stall(self, now: float) -> str:
         """Name the suspect and say what it was doing, and how many ranks wait."""
         if silent := self.silent_ranks(now):
-            return f"{_join_names([self.names[rank] for rank in silent])} {self.describe_silence(silent, now)}"
+            return f"{listed([self.names[rank] for rank in silent], 4)} {self.describe_silence(silent, now)}"
         beats = {rank: last.beat for rank, last in self._last_beats.items()}
         waiting = [rank for rank, beat in beats.items() if beat.phase == EXCHANGE]
         suspects = {rank: beat for rank, beat in beats.items() if beat.phase != EXCHANGE}
@@ -147,7 +148,7 @@ class StallDetector:
         for rank, call in calls.items():
             ranks_in.setdefault(call, []).append(self.names[rank])
         seconds = min(self._seconds_in_phase(rank, now) for rank in calls)
-        where = "; ".join(f"{_join_names(names)} {call}" for call, names in ranks_in.items())
+        where = "; ".join(f"{listed(names, 4)} {call}" for call, names in ranks_in.items())
         return f"ranks have waited for each other in different exchanges for {seconds:.0f} s: {where}"
 
     def _describe_phase(self, rank: int, now: float) -> str:
@@ -163,10 +164,6 @@ def _furthest_back(beats: Mapping[int, Beat]) -> dict[int, Beat]:
     """Return the ranks at the smallest step; a rank without a step is behind all others."""
     steps = {rank: -1 if beat.step is None else beat.step for rank, beat in beats.items()}
     return {rank: beat for rank, beat in beats.items() if steps[rank] == min(steps.values())}
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
 
 
 def _at_step(beat: Beat) -> str:

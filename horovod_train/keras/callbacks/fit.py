@@ -28,6 +28,7 @@ from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.backup import restore_from_root
 from horovod_train.keras.values import switch_off_xla
 from horovod_train.keras_seams import weights_of_slots
+from horovod_train.shown_text import listed
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, set_awaits_broadcast
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
@@ -448,8 +449,7 @@ def _plan_text(epoch: int, batches: int) -> str:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 4)}"
 
 
 def _all_ranks_meet_within(seconds: float) -> bool:

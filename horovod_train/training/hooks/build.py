@@ -6,7 +6,7 @@ import logging
 
 from horovod_train.data.audit import Audit
 from horovod_train.data.batch_source import Batch
-from horovod_train.training.fine_tuning import listed
+from horovod_train.shown_text import listed
 from horovod_train.training.hooks import Hook, HookFunction, at, every
 from horovod_train.training.hooks.evaluate import build_callback_hooks, end_callbacks, evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
