@@ -1,4 +1,4 @@
-"""DistributedOptimizer: makes a given optimizer average gradients over all ranks inside `apply`.
+"""Makes a given optimizer combine gradients over the ranks inside `apply`, and says how they are combined.
 
 `apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
 `train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see WorkerGroup.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -34,56 +34,15 @@ COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 SMALL_BYTES = 1 << 20
 """Dense gradients that have no more bytes in all are exchanged as one tensor; see GradientExchange.combine_each."""
 
-Combine = Callable[[Sequence[Any], Sequence[Any] | None, str], list[Any]]
-"""(gradients, their variables if the caller knows them, name of the optimizer) → gradients combined over the ranks."""
-
-
-class CombiningOptimizer(Protocol):
-    """A Keras optimizer that exchanges gradients; it can also combine them without applying them.
-
-    TrainStep uses that to look at combined gradients before the update. Only the methods that training calls.
-    """
-
-    built: bool
-    variables: Sequence[Any]
-    learning_rate: Any
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Create the slots of all trainable variables."""
-
-    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Return the loss to differentiate: scaled, if the precision needs it."""
-
-    def combine(self, grads: Sequence[Any]) -> list[Any]:
-        """Collective: return the gradients combined over the ranks, for `apply_combined`."""
-
-    def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Update the variables with gradients that have been combined already."""
+Apply = Callable[[Any, Sequence[Any], Sequence[Any] | None], None]
+"""(optimizer, gradients, their variables if the caller knows them): combines the gradients over the ranks and gives
+them to `optimizer.apply_combined`."""
 
 
 class _Distributed:
-    """Marks the subclasses that DistributedOptimizer makes."""
+    """Marks the subclasses that `distribute` makes."""
 
     name: str
-
-
-def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) -> CombiningOptimizer:
-    """Make `optimizer` combine its gradients over all ranks before it does anything else with them.
-
-    options: fields of GradientExchange, as op="sum", compression="bf16"; by default the mean over all ranks.
-
-    Returns the same object, see `distribute`; under mixed_float16 a LossScaleOptimizer, see `with_loss_scale`. Small
-    gradients are exchanged together. Otherwise each is exchanged as soon as it is computed, so that exchanges overlap
-    with the rest of the backward pass. A gradient that is None must be None on every rank.
-
-    Raises UserError for an unknown op or compression, and as `distribute` does.
-    """
-    exchange = GradientExchange(**options)
-
-    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
-        return exchange.combine_each(grads, f"{name}.gradient")
-
-    return distribute(with_loss_scale(optimizer), combine)
 
 
 def with_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -139,13 +98,13 @@ def _scaled_already(base: type) -> type:
     return Scaled
 
 
-def distribute(optimizer: keras.optimizers.Optimizer, combine: Combine) -> CombiningOptimizer:
-    """Make `optimizer` combine its gradients by `combine` before it does anything else with them.
+def distribute(optimizer: Any, apply: Apply) -> None:
+    """Make `optimizer` do `apply` in place of its own `apply`, which becomes its `apply_combined`.
 
-    Returns the same object: its class becomes a subclass with the same name. Its config, its state and a model saved
-    with it are therefore those of the plain optimizer, and load without Horovod. Clipping, weight decay, loss-scale
-    checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
-    `gradient_accumulation_steps` every micro-step is exchanged.
+    Its class becomes a subclass with the same name. Its config, its state and a model saved with it are therefore those
+    of the plain optimizer, and load without Horovod. Clipping, weight decay, loss-scale checks and gradient
+    accumulation inside the optimizer see combined gradients; with Keras' `gradient_accumulation_steps` every micro-step
+    is exchanged. A gradient that is None must be None on every rank.
 
     XLA cannot compile the exchange: in `model.fit` the callback BroadcastGlobalVariablesCallback switches XLA off,
     elsewhere UserError is raised when the step is traced.
@@ -166,11 +125,10 @@ def distribute(optimizer: keras.optimizers.Optimizer, combine: Combine) -> Combi
         )
     # Not a copy by from_config: a copy would lose slots already built, and some optimizers cannot be rebuilt from
     # config.
-    take_class(optimizer, _distributed(type(optimizer), combine))
-    return cast(CombiningOptimizer, optimizer)
+    take_class(optimizer, _distributed(type(optimizer), apply))
 
 
-def _distributed(base: type, combine: Combine) -> type:
+def _distributed(base: type, apply_distributed: Apply) -> type:
     """Return a subclass of an optimizer's class that combines gradients before it applies them."""
 
     class Distributed(base, _Distributed):
@@ -185,21 +143,18 @@ def _distributed(base: type, combine: Combine) -> type:
                 )
             super().__setattr__(name, value)
 
-        def combine(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> list[Any]:
-            return combine(grads, trainable_variables, self.name)
-
         def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             super().apply(grads, trainable_variables)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            self.apply_combined(self.combine(grads, trainable_variables), trainable_variables)
+            apply_distributed(self, grads, trainable_variables)
 
     return Distributed
 
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """(gradient, name) → the gradient combined over the ranks; same shape, same dtype. See DistributedOptimizer.
+    """(gradient, name) → the gradient combined over the ranks; same shape, same dtype.
 
     gradient: a dense floating-point tensor or IndexedSlices; of the latter each row comes back once. name: equal on all
     ranks; exchange_name makes it unique among the exchanges under way. Raises UserError for an exchange that Horovod
@@ -257,10 +212,6 @@ class GradientExchange:
         if self.op == "average":
             values = over_ranks(values, ranks)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
-
-    def combining(self, name: str) -> Combine:
-        """Return the exchange as `distribute` takes it. name: of the gradients, for `combine_each`."""
-        return lambda gradients, variables, optimizer_name: self.combine_each(gradients, name)
 
     def combine_each(self, gradients: Sequence[Any], name: str) -> list[Any]:
         """Combine each gradient, None where it is None; small dense ones of a dtype as one tensor.

@@ -19,7 +19,7 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_train.distributed.allreduce import number_of_ranks
 from horovod_train.distributed.group import check_have_gradients, key_of
-from horovod_train.distributed.optimizer import OPS, Combine, GradientExchange, distribute, with_loss_scale
+from horovod_train.distributed.optimizer import OPS, Apply, GradientExchange, distribute, with_loss_scale
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
 from horovod_train.tensorflow.agreement import count_exchange, make_outside_graphs, number_of
@@ -114,7 +114,7 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     optimizer = with_loss_scale(optimizer)
-    distribute(optimizer, _combine_once(combiner))
+    distribute(optimizer, _applying(combiner))
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
     if backward_passes_per_step > 1:
         take_class(optimizer, _accumulating(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
@@ -346,25 +346,24 @@ def _variables_of(layers: Any, owner: str) -> list[Any]:
     return [variable for layer in layers for variable in layer.trainable_weights]
 
 
-def _combine_once(combiner: GradientCombiner) -> Combine:
-    """Return a Combine that leaves gradients as they are if a tape has combined them, and warns once."""
+def _applying(combiner: GradientCombiner) -> Apply:
+    """Return an Apply that leaves gradients as they are if a tape has combined them, and warns once."""
     has_warned = False
 
-    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
+    def apply(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
         nonlocal has_warned
         gradients = [grad for grad in grads if grad is not None]
         # One that has been clipped since is a new tensor.
-        if not gradients or any(_combined_by_tape.get(id(grad)) is not grad for grad in gradients):
-            return combiner(grads, variables)
-        if hvd.rank() == 0 and not has_warned:
+        is_combined = bool(gradients) and all(_combined_by_tape.get(id(grad)) is grad for grad in gradients)
+        if is_combined and hvd.rank() == 0 and not has_warned:
             has_warned = True
             log.warning(
                 "DistributedOptimizer applies the gradients that DistributedGradientTape has combined as they are. "
                 "One of the two is enough."
             )
-        return list(grads)
+        optimizer.apply_combined(grads if is_combined else combiner(grads, variables), variables)
 
-    return combine
+    return apply
 
 
 def _with_local_variables(base: type, combiner: GradientCombiner) -> type:

@@ -16,8 +16,8 @@ from horovod_train.distributed.device import cpu_quota
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce, mpi_place, scheduler_tasks
 from horovod_train.distributed.launch.local import list_gpus
-from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.shown_text import listed
+from horovod_train.tensorflow import DistributedOptimizer
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SLOW_GB_PER_S = 0.1

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.keras_seams import method_replaced, take_class
+from horovod_train.keras_seams import method_replaced
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import SyncStrategy
@@ -127,8 +127,7 @@ class Optimizers:
     def distribute(self, update: Update) -> None:
         """Make each do `update` in place of its own `apply`. Raises UserError."""
         for path, optimizer in self.by_path.items():
-            distribute(optimizer, update.exchange.combining(f"{path}.gradient"))
-            take_class(optimizer, _updating(type(optimizer), path, update))
+            distribute(optimizer, functools.partial(update.apply, path))
 
 
 def _build_with_inner(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
@@ -137,14 +136,6 @@ def _build_with_inner(optimizer: keras.optimizers.Optimizer, variables: Sequence
         for inner in inside_optimizer(optimizer):
             if not inner.built:
                 inner.build(variables)
-
-
-def _updating(base: type, path: str, update: Update) -> type:
-    class Updating(base):
-        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            update.apply(path, self, list(grads), None if trainable_variables is None else list(trainable_variables))
-
-    return Updating
 
 
 @dataclass(eq=False, repr=False)
@@ -197,7 +188,7 @@ class Update:
         finally:
             self.collected = None
 
-    def apply(self, path: str, optimizer: Any, local_gradients: list[Any], variables: list[Any] | None) -> None:
+    def apply(self, path: str, optimizer: Any, local_gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """In the compiled step: take the gradients that a model gives one of its optimizers."""
         gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
         self._calls[path] += 1
@@ -220,7 +211,7 @@ class Update:
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
 
     def _exchange(
-        self, path: str, gradients: list[Any], variables: list[Any] | None
+        self, path: str, gradients: list[Any], variables: Sequence[Any] | None
     ) -> tuple[list[Any], Sequence[Any]]:
         """Collective: return the gradients to apply, and this rank's part of them."""
         combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
@@ -261,7 +252,7 @@ class Update:
         failed.assign(tf.logical_or(before, is_bad))
 
     def _apply_if_finite(
-        self, optimizer: Any, gradients: list[Any], local: Sequence[Any], variables: list[Any] | None
+        self, optimizer: Any, gradients: list[Any], local: Sequence[Any], variables: Sequence[Any] | None
     ) -> None:
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
         scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

@@ -11,8 +11,9 @@ import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
-from horovod_train.distributed.optimizer import DistributedOptimizer, GradientExchange
+from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.start import start
+from horovod_train.tensorflow import Adasum, DistributedOptimizer
 
 group = start(HorovodConfig(op="adasum"), DeviceConfig())
 rank, size = group.rank, group.size
@@ -53,7 +54,7 @@ facts = {
 
 keras.utils.set_random_seed(3)
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
-optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op="adasum")
+optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op=Adasum)
 optimizer.build(model.trainable_variables)
 x = np.random.default_rng(rank).normal(size=(32, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)

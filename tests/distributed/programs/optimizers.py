@@ -14,12 +14,13 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from horovod_train.optim.lars import LARS
+from horovod_train.tensorflow import DistributedOptimizer
 from horovod_train.tensorflow.agreement import Guards, switch
 
 group = start()
@@ -131,7 +132,7 @@ facts["error_against_one_process"] = {
     if name != "loss_scale"
 }
 facts["error_predivided"] = rel_error(
-    weights(fit(DistributedOptimizer(keras.optimizers.SGD(0.01), predivide=4.0))),
+    weights(fit(DistributedOptimizer(keras.optimizers.SGD(0.01), gradient_predivide_factor=4.0))),
     weights(fit_alone(BUILDERS["sgd"])),
 )
 facts["unwrapped"] = sha(fit(keras.optimizers.SGD(0.01)))
@@ -207,9 +208,9 @@ facts["recovered_scale"] = float(scaled.dynamic_scale)
 
 for name, attempt in {
     "wrapped_twice": lambda: DistributedOptimizer(sgd()),
-    "unknown_op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
-    "predivided_sum": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="sum", predivide=2.0),
-    "unknown_compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), compression="zip"),
+    "unknown_op": lambda: GradientExchange(op="mean"),
+    "predivided_sum": lambda: GradientExchange(op="sum", predivide=2.0),
+    "unknown_compression": lambda: GradientExchange(compression="zip"),
 }.items():
     facts[name] = error_of(attempt)
 

@@ -88,9 +88,6 @@ class OfOneRank:
     def combine_each(self, gradients: Any, name: str) -> list[Any]:
         return list(gradients)
 
-    def combining(self, name: str) -> Any:
-        return lambda gradients, variables, _: self.combine_each(gradients, name)
-
 
 @pytest.fixture
 def stepping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainStep]:

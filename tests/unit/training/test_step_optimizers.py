@@ -46,9 +46,6 @@ class Doubling:
     def combine_each(self, gradients: Any, name: str) -> list[Any]:
         return [None if gradient is None else 2 * gradient for gradient in gradients]
 
-    def combining(self, name: str) -> Any:
-        return lambda gradients, variables, _: self.combine_each(gradients, name)
-
 
 class Given:
     """A weight of 1, and an optimizer that a step applies to it by rate 1."""
