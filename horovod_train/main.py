@@ -62,8 +62,6 @@ COMMANDS = {
 ON_RANKS = {"doctor", "evaluate", "predict"}
 """Commands whose ranks meet, as those of a training run."""
 
-WITH_KERAS = {"evaluate", "predict", "export", "plan"}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
@@ -126,8 +124,6 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
             arguments = parser.parse_intermixed_args(argv)
         except TypeError:  # a command of subcommands, each with its own arguments
             arguments = parser.parse_args(argv)
-    if name in WITH_KERAS:
-        choose_backend()
     with _root_speaks_first(), logs.to_console(_rank() == 0, show=to_stderr):
         return int(module.run(arguments))
 
@@ -154,7 +150,6 @@ def _train(argv: Sequence[str]) -> int:
             if launch.rank == 0:
                 to_stdout(first_run.describe(config))
             if data_folder is not None:
-                choose_backend()  # making the data loads TensorFlow
                 first_run.prepare_data(data_folder)
         if missing := missing_data(config, origins):
             raise UserError(missing[0])
@@ -195,11 +190,6 @@ def _rank() -> int:
         return launcher.detect().rank
     except UserError:
         return 0
-
-
-def choose_backend() -> None:
-    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
-        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -244,7 +234,6 @@ def check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> Non
 
 
 def _run(config: Config, launch: launcher.Launch) -> int:
-    choose_backend()
     # TensorFlow takes seconds to load, so check the config first.
     logs.load_tensorflow()
     from horovod_train.distributed.group import is_connection_loss

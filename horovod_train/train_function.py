@@ -65,13 +65,12 @@ def train(
 
 def _train_here(config: Config, output_dir: str) -> bool:
     """Train in this process, as one rank; return whether it is root."""
-    from horovod_train.main import check_paths, choose_backend
+    from horovod_train.main import check_paths
     from horovod_train.output import logs
 
     launch = launcher.detect()
     launch.check()
     check_paths(config, output_dir, launch)
-    choose_backend()
     logs.load_tensorflow()
     from horovod_train.training import run
 
@@ -147,10 +146,8 @@ def _shown(command: list[str], environment: Mapping[str, str]) -> tuple[int, lis
 
 def _result(config: Config, output_dir: str) -> Trained:
     """Read what the run has left: its summary, and the weights of its newest checkpoint."""
-    from horovod_train.main import choose_backend
     from horovod_train.output import logs
 
-    choose_backend()
     logs.load_tensorflow()
     from horovod_train.checkpoint.manager import open_checkpoint
     from horovod_train.inference.run import build_bare_model, load_weights

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr, to_stdout, unfailing
 
 ANY_RANK = {"any_rank": True}
@@ -125,7 +126,12 @@ def _is_handled_below_root(record: logging.LogRecord) -> bool:
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow and Keras and let TensorFlow look for GPUs, which is when it prints."""
+    """Import TensorFlow and Keras and let TensorFlow look for GPUs, which is when it prints.
+
+    Raises UserError if the environment chooses another backend of Keras.
+    """
+    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
+        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _without_noise(), _without(_SPARED), _without_collecting_garbage():
         import tensorflow as tf

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import run_process
 
+from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.rank_log import make_folder, open_rank_log
 
@@ -155,3 +156,9 @@ print(load_digits().data.shape)
     assert finished.stdout.split("\n")[:2] == ["set()", "(1797, 64)"], finished.text
     plain = run_process([sys.executable, "-c", "import keras, sys; print('sklearn' in sys.modules)"])
     assert plain.stdout.strip() == "True", plain.text
+
+
+def test_another_backend_of_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    with pytest.raises(UserError, match="KERAS_BACKEND must be tensorflow; received jax"):
+        logs.load_tensorflow()
