@@ -30,8 +30,8 @@ class Convention(NamedTuple):
     shows_by: tuple[str, ...]
     rank: tuple[str, ...]
     size: tuple[str, ...]
-    root: tuple[str, ...]
-    port: tuple[str, ...] = ()
+    root: tuple[str, ...] = (ROOT,)
+    port: tuple[str, ...] = (PORT,)
     local_rank: tuple[str, ...] = ()
     local_size: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -47,8 +47,6 @@ CONVENTIONS = (
         shows_by=(RANK,),
         rank=(RANK,),
         size=(SIZE,),
-        root=(ROOT,),
-        port=(PORT,),
         local_rank=(LOCAL_RANK,),
         job=(JOB,),
     ),
@@ -72,8 +70,6 @@ CONVENTIONS = (
         shows_by=(SIZE, ROOT),
         rank=("JOB_COMPLETION_INDEX",),
         size=(SIZE,),
-        root=(ROOT,),
-        port=(PORT,),
         job=(JOB,),
     ),
     # IBM's jsrun. PMIX_NAMESPACE is different for each jsrun of a job.
@@ -82,8 +78,6 @@ CONVENTIONS = (
         shows_by=("JSM_NAMESPACE_RANK",),
         rank=("JSM_NAMESPACE_RANK",),
         size=("JSM_NAMESPACE_SIZE",),
-        root=(ROOT,),
-        port=(PORT,),
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
         job=("LSB_JOBID", "PMIX_NAMESPACE", JOB),
@@ -94,8 +88,6 @@ CONVENTIONS = (
         shows_by=("FLUX_TASK_RANK",),
         rank=("FLUX_TASK_RANK",),
         size=("FLUX_JOB_SIZE",),
-        root=(ROOT,),
-        port=(PORT,),
         local_rank=("FLUX_TASK_LOCAL_ID",),
         hosts=("FLUX_JOB_NNODES",),
         job=("FLUX_JOB_ID", JOB),
@@ -106,8 +98,6 @@ CONVENTIONS = (
         shows_by=("PALS_RANKID",),
         rank=("PALS_RANKID",),
         size=("PMI_SIZE", SIZE),
-        root=(ROOT,),
-        port=(PORT,),
         local_rank=("PALS_LOCAL_RANKID",),
         local_size=("PALS_LOCAL_SIZE",),
         job=("PALS_APID", JOB),
