@@ -146,7 +146,7 @@ class WorkerGroup:
             raise type(failure)(f"{prefix}{failure}") from failure
         raise FailedElsewhere(f"{self.name(first_rank)} failed", failed_ranks[first_rank])
 
-    def call_in_turns(self, function: Callable[[], T], detail: str = "") -> T:
+    def call_in_turns(self, function: Callable[[], T], detail: str, phase: str = "start") -> T:
         """Collective: return what `function` returns on this rank; root calls it first, then one rank of each host.
 
         So what a user's function downloads or unpacks is there, whole, when the other ranks of a host, or of a shared
@@ -154,7 +154,7 @@ class WorkerGroup:
         itself waits for the others for ever: the watchdog's lines say `detail`, and that ranks take turns.
         """
         results: list[T] = []
-        with self.heartbeat.phase("start", f"{detail}, one rank after the other"):
+        with self.heartbeat.phase(phase, f"{detail}, one rank after the other"):
             for is_my_turn in (self.is_root, self.local_rank == 0, True):
                 with self.raise_together():
                     if is_my_turn and not results:

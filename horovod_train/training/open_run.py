@@ -216,13 +216,8 @@ def open_on_all_ranks(
 
     Raises UserError for any problem with the data, RanksStartApart where ranks see different records.
     """
-    opened: dict[Split, Records] = {}
-    for is_my_turn in (group.is_root, group.local_rank == 0, True):
-        with group.heartbeat.phase("index"), group.raise_together():
-            if is_my_turn and not opened:
-                opened = _scan(config, splits, needs_labels=needs_labels)
-                if "train" in opened:
-                    opened["train"].find_buckets(config)  # reads all records, unless that was done before
+    scan = functools.partial(_scan, config, splits, needs_labels=needs_labels)
+    opened = group.call_in_turns(scan, "looking at the records", phase="index")
     for records in opened.values():
         _check_equal(group, records)
     with group.raise_together():
@@ -244,6 +239,8 @@ def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) ->
     first, *further = opened.values()
     for records in further:
         check_same_labels(records, first)
+    if "train" in opened:
+        opened["train"].find_buckets(config)  # reads all records, unless that was done before
     return opened
 
 
