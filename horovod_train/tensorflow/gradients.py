@@ -99,20 +99,10 @@ def DistributedOptimizer(
             "DistributedOptimizer: backward_passes_per_step must be a whole number of at least 1; "
             f"received {backward_passes_per_step!r}."
         )
-    combiner = GradientCombiner(
-        "DistributedOptimizer",
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+    exchange = _exchange_by(
+        "DistributedOptimizer", op, compression, sparse_as_dense, gradient_predivide_factor, process_set
     )
+    combiner = GradientCombiner(exchange, name, device_dense, device_sparse, num_groups, groups, scale_local_gradients)
     optimizer = with_loss_scale(optimizer)
     distribute(optimizer, _applying(combiner))
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
@@ -164,20 +154,10 @@ def DistributedGradientTape(
     """
     if isinstance(gradtape, _DistributedTape):
         raise UserError("DistributedGradientTape: this tape is distributed already; wrap it once.")
-    combiner = GradientCombiner(
-        "DistributedGradientTape",
-        name=None,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+    exchange = _exchange_by(
+        "DistributedGradientTape", op, compression, sparse_as_dense, gradient_predivide_factor, process_set
     )
+    combiner = GradientCombiner(exchange, None, device_dense, device_sparse, num_groups, groups, scale_local_gradients)
     take_class(gradtape, _distributed_tape(type(gradtape), combiner))
     return gradtape
 
@@ -196,45 +176,48 @@ def PartialDistributedGradientTape(
     return gradtape
 
 
+def _exchange_by(
+    owner: str, op: Any, compression: Any, sparse_as_dense: bool, predivide_factor: float, process_set: hvd.ProcessSet
+) -> GradientExchange:
+    """Return the exchange that Horovod's arguments ask for. owner: what messages call it.
+
+    Raises UserError for arguments that do not go together or cannot be served here.
+    """
+    if process_set.process_set_id is None:
+        raise UserError(f"{owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it.")
+    if not predivide_factor > 0:
+        raise UserError(f"{owner}: gradient_predivide_factor must be above 0; received {predivide_factor}.")
+    names = {value: name for name, value in OPS.items()}
+    if op not in names:
+        raise UserError(f"{owner}: op must be hvd.Average, hvd.Sum or hvd.Adasum; received {op!r}.")
+    return GradientExchange(
+        names[op],
+        "bf16" if compression is Compression.bf16 else compression,
+        process_set,
+        sparse_as_dense,
+        predivide_factor,
+        owner=owner,
+    )
+
+
 @dataclass(eq=False)
 class GradientCombiner:
     """(gradients, variables) → the gradients combined over the ranks, those of local variables left as they are.
 
-    owner: what messages call it. The other fields are Horovod's arguments, by Horovod's names. Raises UserError for
-    arguments that do not go together or cannot be served here.
+    exchange: how a gradient is combined, and among which ranks. The other fields are Horovod's arguments, by Horovod's
+    names. Raises UserError for arguments that do not go together or cannot be served here.
     """
 
-    owner: str
+    exchange: GradientExchange
     name: str | None
     device_dense: str
     device_sparse: str
-    compression: Any
-    sparse_as_dense: bool
-    op: Any
-    gradient_predivide_factor: float
     num_groups: int
     groups: Groups
-    process_set: hvd.ProcessSet
-    """The ranks that combine their gradients."""
     scale_local_gradients: bool
 
     def __post_init__(self) -> None:
-        if self.process_set.process_set_id is None:
-            raise UserError(
-                f"{self.owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it."
-            )
-        if not self.gradient_predivide_factor > 0:
-            raise UserError(
-                f"{self.owner}: gradient_predivide_factor must be above 0; received {self.gradient_predivide_factor}."
-            )
-        self._exchange = GradientExchange(
-            op=self._name_of_op(),
-            compression="bf16" if self.compression is Compression.bf16 else self.compression,
-            ranks=self.process_set,
-            sparse_as_dense=self.sparse_as_dense,
-            predivide=self.gradient_predivide_factor,
-            owner=self.owner,
-        )
+        self.owner, self.process_set = self.exchange.owner, self.exchange.ranks
         self._groups = self.groups if self.groups is not None else self.num_groups or None
         is_number = isinstance(self._groups, int) and self._groups >= 1
         if self._groups is not None and not is_number and not isinstance(self._groups, list):
@@ -286,15 +269,15 @@ class GradientCombiner:
                 combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{places[bucket[0]]}")
                 continue
             with tf.device(self.device_dense):
-                exchanged = self._exchange.combine_together([combined[i] for i in bucket], f"{prefix}.group.{number}")
+                exchanged = self.exchange.combine_together([combined[i] for i in bucket], f"{prefix}.group.{number}")
             for i, gradient in zip(bucket, exchanged, strict=True):
                 combined[i] = gradient
         return combined
 
     def _combine(self, grad: Any, name: str) -> Any:
-        is_sparse = isinstance(grad, tf.IndexedSlices) and not self.sparse_as_dense
+        is_sparse = isinstance(grad, tf.IndexedSlices) and not self.exchange.sparse_as_dense
         with tf.device(self.device_sparse if is_sparse else self.device_dense):
-            return self._exchange(grad, name)
+            return self.exchange(grad, name)
 
     def _split_by_dtype(
         self, grads: Sequence[Any], indices: Sequence[int], variables: Sequence[Any]
@@ -322,12 +305,6 @@ class GradientCombiner:
             for i in dense:
                 members.setdefault(group_of.get(key_of(variables[i]), len(self._groups) + i), []).append(i)
             yield from members.values()
-
-    def _name_of_op(self) -> str:
-        names = {value: name for name, value in OPS.items()}
-        if self.op not in names:
-            raise UserError(f"{self.owner}: op must be hvd.Average, hvd.Sum or hvd.Adasum; received {self.op!r}.")
-        return names[self.op]
 
 
 def _divide(grad: Any, divisor: Any) -> Any:
