@@ -153,8 +153,7 @@ def report_failure(step: Step | Meeting, exit_code: int) -> None:
             return
         server = _open_server(step, root)
         _publish_failure(server, step, deadline, failure)
-        server.shutdown()
-        server.server_close()
+        _close([server])
 
 
 def _keeps_server() -> bool:

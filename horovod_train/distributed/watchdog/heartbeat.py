@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +172,8 @@ class _Phase:
             self._leave()
 
 
-def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: int = 3) -> str:
-    """Return the files with such suffixes that this process is reading now, as "reading train-00031.tfrecord".
+def files_being_read() -> str:
+    """Return the TFRecord files that this process is reading now, as "reading train-00031.tfrecord".
 
     For a probe: it asks the kernel (Linux; "" elsewhere), so it also sees the file that blocks a thread.
     """
@@ -187,9 +187,9 @@ def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: 
             name = (folder / descriptor).readlink().name
         except OSError:  # closed in the meantime
             continue
-        if name.endswith(tuple(suffixes)):
+        if name.endswith((".tfrecord", ".gz")):
             names.add(name)
-    return f"reading {listed(sorted(names), at_most, 'files')}" if names else ""
+    return f"reading {listed(sorted(names), 3, 'files')}" if names else ""
 
 
 class PhaseVariable:
