@@ -5,7 +5,6 @@ A value may be of any kind that converts to a tensor.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import tensorflow as tf
 
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import DistributedOptimizer
-
-log = logging.getLogger(__name__)
 
 
 def allreduce(
@@ -84,12 +81,3 @@ def load_model(
         if distributed is not model.optimizer:  # under mixed_float16, of a model compiled without a loss scale
             model.optimizer = distributed
     return model
-
-
-def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:
-    """Let `fit` train without XLA, for which `compile` may ask by default; for on_train_begin. root_rank reports it."""
-    if model.jit_compile:
-        model.jit_compile = False
-        model.make_train_function(force=True)
-        if hvd.rank() == root_rank:
-            log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")

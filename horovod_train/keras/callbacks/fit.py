@@ -26,7 +26,6 @@ from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.backup import restore_from_root
-from horovod_train.keras.values import switch_off_xla
 from horovod_train.keras_seams import weights_of_slots
 from horovod_train.shown_text import listed
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, set_awaits_broadcast
@@ -306,6 +305,15 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if hvd.rank() == self.root_rank:
             super().on_epoch_end(epoch, logs)
+
+
+def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:
+    """Let `fit` train without XLA, for which `compile` may ask by default; for on_train_begin. root_rank reports it."""
+    if model.jit_compile:
+        model.jit_compile = False
+        model.make_train_function(force=True)
+        if hvd.rank() == root_rank:
+            log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
 
 
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:
