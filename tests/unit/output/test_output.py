@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import subprocess
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.config.loader import dump
-from horovod_train.config.settings import Config, LogConfig, Spec
+from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import UserError
 from horovod_train.output import rank_log
 from horovod_train.output.files import Lines
@@ -227,12 +225,3 @@ def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
         "metrics.prom",
         "summary.json",
     ]
-
-
-def test_a_run_directory_of_a_version_without_the_head_is_still_ours(tmp_path: Path) -> None:
-    resolved = dataclasses.replace(Config(), output_dir=str(tmp_path))
-    (tmp_path / "config.yaml").write_text(dump(resolved))
-    check_writable(str(tmp_path))
-    (tmp_path / "config.yaml").write_text("output_dir: runs/a\ntrain:\n  epochs: 2\n")
-    with pytest.raises(UserError, match=r"config\.yaml is not a run's config"):
-        check_writable(str(tmp_path))
