@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -163,8 +163,8 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
         is_here = is_this_host(share.host)
         agent = start(_agent() if is_here else [*SSH, share.host, _agent_over_ssh()], os.environ, is_agent=True)
         order = {"meeting": meeting, "first": share.first, "ranks": share.ranks, "program": list(program)}
-        _give(agent, order if is_here else order | {"environment": environment})
         started.append(Started("host", share.host, agent))
+        started[-1].tell_agent(json.dumps(order if is_here else order | {"environment": environment}).encode())
     return StartedRanks(started)
 
 
@@ -178,15 +178,6 @@ def _agent_over_ssh() -> str:
     path = shlex.quote(os.environ.get("PYTHONPATH", ""))
     refuse = f'{{ echo "error: $(hostname) has not" {folder} "or not" {python}", as this host has." >&2; exit 2; }}'
     return f"cd {folder} && test -x {python} || {refuse}; PYTHONPATH={path} exec {shlex.join(_agent())}"
-
-
-def _give(agent: subprocess.Popen[bytes], order: Mapping[str, object]) -> None:
-    assert agent.stdin is not None
-    try:
-        agent.stdin.write(json.dumps(order).encode() + b"\n")
-        agent.stdin.flush()
-    except OSError:  # its host is lost; ssh says so
-        return
 
 
 def run_agent() -> int:

@@ -86,10 +86,17 @@ class Started:
         elif self.kind == "rank":
             self._send_to_each(_with_children_of_shells(self.process.pid), number)
         elif self.kind == "host":
-            self._tell_agent(number)
+            self.tell_agent(b"%d" % number)
         else:
             self._number, self._told = number, set()
             self.send_late()
+
+    def tell_agent(self, line: bytes) -> None:
+        """Give the agent of a host its order, or the number of a signal."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # its host is lost, and ssh says so
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
 
     def send_late(self) -> None:
         """Send the newest signal to those ranks that mpirun had not started when it came."""
@@ -152,14 +159,6 @@ class Started:
         if not self._is_over:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _tell_agent(self, number: int) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(b"%d\n" % number)
-            self.process.stdin.flush()
-        except OSError:  # its host is lost; ssh will end
-            return
 
 
 def _with_children_of_shells(leader: int) -> list[psutil.Process]:
