@@ -57,6 +57,7 @@ class RankLog:
 
     def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
         """Add the traceback of an error."""
+        self.write(kind, "".join(traceback.format_exception(error)).rstrip())
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         """Write for programs how this rank ended; a later call replaces the earlier result.
@@ -90,9 +91,6 @@ class FileRankLog(RankLog):
 
     def end_process_after(self, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks)
-
-    def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
-        self.write(kind, "".join(traceback.format_exception(error)).rstrip())
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         shown = {name: without_secrets(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}

@@ -82,6 +82,7 @@ class TensorBoard:
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
         """Add the metrics of a split at a step, as MetricsWriter does."""
+        self.add_scalars(split, step, {_chart(name): value for name, value in values.items()})
 
     def rewind(self, step: int) -> None:
         """Do nothing: each start writes new files, and those of earlier starts stay as they are."""
@@ -116,9 +117,6 @@ class TensorBoardWriter(TensorBoard):
         self._events: dict[str, Events] = {}
         self._profiled: Any = None
         """The current step, while it is profiled."""
-
-    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        self.add_scalars(split, step, {_chart(name): value for name, value in values.items()})
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
