@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RankFacts
+from conftest import HANGS_AFTER_S, PROGRAMS, RankFacts, launcher_command, run_process, warm_python
 
 # Two exchanges, and a number of ranks at which a process set leaves one out.
 MORE_WAYS = [pytest.param(way, marks=pytest.mark.exhaustive) for way in (("mpirun", 3), ("mpirun", 2), ("srun", 3))]
@@ -248,3 +250,33 @@ def test_a_model_goes_through_a_file_with_its_optimizer_and_trains_on(ranks: lis
     for facts in ranks:
         assert facts["loaded_slots"] == 0
     assert len({weights for facts in ranks for weights in facts["trained_on"]}) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["batch_norm", "one_name"])
+def test_exchanges_of_two_models_are_not_mixed_up(rank_facts: RankFacts, what: str) -> None:
+    """Synchronised BatchNorm in both; two optimizers that were given the same name."""
+    for facts in rank_facts("two_models", "srun", 2):
+        assert isinstance(facts[what], float), facts[what]
+        assert facts[what] < 1e-4
+
+
+DISTRIBUTED_AT_LEAST = 250
+"""Calls of `compile` in those tests; fewer would mean that the program no longer finds where they compile."""
+
+
+@pytest.mark.exhaustive
+def test_what_passes_in_one_process_passes_on_two_ranks(tmp_path: Path) -> None:
+    def outcomes(launcher: str, np: int) -> list[dict[str, Any]]:
+        out = tmp_path / str(np)
+        out.mkdir()
+        command = [*launcher_command(launcher, np), *warm_python(), str(PROGRAMS / "keras_own.py"), str(out)]
+        finished = run_process(command, timeout_s=8 * HANGS_AFTER_S)
+        assert finished.returncode == 0, finished.text
+        return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(np)]
+
+    (alone,) = outcomes("none", 1)
+    for facts in outcomes("mpirun", 2):
+        assert facts["distributed"] > DISTRIBUTED_AT_LEAST
+        failed = {name: facts["failed"].get(name, "not run") for name in set(alone["passed"]) - set(facts["passed"])}
+        assert not failed, failed
