@@ -11,7 +11,7 @@ from test_architecture import FILES
 
 from horovod_train.commands.cli import build_table
 from horovod_train.errors import RunError, UserError
-from horovod_train.shown_text import error_line, holds_secret, printable, without_secrets
+from horovod_train.shown_text import error_line, holds_secret, listed, printable, without_secrets
 
 SECRETS = {
     "http://user:pw@host/x": "http://…@host/x",
@@ -80,3 +80,8 @@ def test_what_is_drawn_or_written_passes_the_one_place_for_it() -> None:
         "profile.py",
     }
     assert prints == of_ours_or_json
+
+
+def test_of_many_names_the_first_are_shown_and_how_many_more_there_are() -> None:
+    assert (listed(()), listed([3, 4]), listed("abc", 3)) == ("", "3, 4", "a, b, c")
+    assert (listed("abcde", 3), listed("abcd", 2, "files")) == ("a, b, c and 2 more", "a, b and 2 more files")
