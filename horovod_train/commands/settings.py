@@ -1,4 +1,4 @@
-"""The command `settings`: every setting of a config, with its type, default and meaning.
+"""The command `settings`: every setting of a config, with its type, default and meaning, read from the dataclasses.
 
 python -m horovod_train.main settings checkpoint
 python -m horovod_train.main settings --json-schema > horovod_train.schema.json
@@ -7,13 +7,25 @@ python -m horovod_train.main settings --json-schema > horovod_train.schema.json
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
 
 from horovod_train.commands.cli import build_table, open_screen
-from horovod_train.config.reference import entries, json_schema, markdown
+from horovod_train.config.loader import CLOCK
 from horovod_train.config.registry import suggest
+from horovod_train.config.rules import NEEDS
+from horovod_train.config.settings import Config, Seconds, Spec, default_of
 from horovod_train.errors import UserError
+
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,3 +57,158 @@ def _show(prefix: str) -> None:
     rows = [(entry.key, entry.type.replace("`", ""), entry.default, entry.meaning) for entry in chosen]
     titles = ("setting", "type", "default", "meaning")
     open_screen().print(build_table(titles, rows, left=titles))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting, as `section.key`."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
+    """Yield every setting in the order of the dataclasses, sections spread out into their keys."""
+    hints = typing.get_type_hints(cls)
+    of_all_specs = {field.name for field in dataclasses.fields(Spec)} if issubclass(cls, Spec) else set()
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if field.name in of_all_specs:
+            continue
+        if _is_section(hint):
+            yield from entries(hint, f"{prefix}{field.name}.")
+        else:
+            key, minimum = f"{prefix}{field.name}", field.metadata["minimum"]
+            bound = f"{_type_name(hint)}, at least {minimum:g}" if minimum is not None else _type_name(hint)
+            needs = "".join(f"; needs {need}" for need in NEEDS.get(key, ()))
+            yield Entry(key, bound, _default(field), field.metadata["doc"] + needs)
+            if isinstance(field.default, Spec) and type(field.default) is not Spec:
+                yield from entries(type(field.default), f"{key}.")
+
+
+def markdown() -> str:
+    """Return docs/configuration.md."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "<!-- Made by `python -m horovod_train.main settings --markdown`. A test keeps it current; do not edit it. -->",
+        "",
+        "One YAML file is one run. `--config A.yaml B.yaml section.key=value` merges them from left to right.",
+        "`--print-config` shows the merged values and where each came from. `name + options` takes a bare name, or",
+        "`{name: …, options: {…}}` with the keyword arguments of what is named.",
+        "",
+        "A short config, which trains the default model on records that say what they hold; the rest has defaults:",
+        "",
+        "```yaml",
+        "output_dir: runs/first",
+        "data: {train: data/digits/train, global_batch_size: 64}",
+        "loss: {name: sparse_categorical_crossentropy, options: {from_logits: true}}",
+        "optimizer: adam",
+        "train: {epochs: 5}",
+        "```",
+        "",
+        "Editors that use yaml-language-server (VS Code's YAML extension, Neovim, Emacs, Helix and others) complete",
+        "keys, show their meaning and underline what a run would refuse. Write the schema to a file",
+        "",
+        "```bash",
+        "python -m horovod_train.main settings --json-schema > horovod_train.schema.json",
+        "```",
+        "",
+        "and name it in the first line of a config, relative to the config's folder:",
+        "",
+        "```yaml",
+        "# yaml-language-server: $schema=horovod_train.schema.json",
+        "```",
+    ]
+    sections: dict[str, list[Entry]] = {}
+    for entry in entries():
+        sections.setdefault(entry.key.rpartition(".")[0], []).append(entry)
+    for section, members in sections.items():
+        title = f"`{section}`" if section else "The run"
+        lines += ["", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for entry in members:
+            cells = (f"`{entry.key}`", entry.type, f"`{entry.default}`", entry.meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return a JSON Schema (draft 2020-12) of a config file; unknown keys are errors in it, as they are in a run."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "horovod_train config",
+        **_object(Config),
+    }
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Spec)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = default_of(field)
+    if isinstance(value, Spec):
+        value = value.name
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+
+
+def _type_name(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if argument is type(None) else _type_name(argument) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(f"`{choice}`" for choice in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if hint is Seconds:
+        return "seconds or `[D-]HH:MM:SS`"
+    if dataclasses.is_dataclass(hint):
+        return (
+            "name + options"
+            if issubclass(typing.cast(type, hint), Spec)
+            else "mapping of " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(hint))
+        )
+    return _SCALARS[hint]
+
+
+def _object(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    properties = {}
+    for field in dataclasses.fields(cls):
+        shape = _shape(hints[field.name])
+        if (minimum := field.metadata.get("minimum")) is not None:
+            shape = _with_minimum(shape, minimum)
+        properties[field.name] = shape | ({"description": field.metadata["doc"]} if "doc" in field.metadata else {})
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _with_minimum(shape: dict[str, Any], minimum: float) -> dict[str, Any]:
+    if "anyOf" in shape:
+        return {"anyOf": [_with_minimum(choice, minimum) for choice in shape["anyOf"]]}
+    return shape | {"minimum": minimum} if shape.get("type") in ("integer", "number") else shape
+
+
+def _shape(hint: Any) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_shape(argument) for argument in arguments]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:  # a single value means a list of one
+        return {"anyOf": [{"type": "array", "items": _shape(arguments[0])}, _shape(arguments[0])]}
+    if origin is dict:
+        return {"type": ["object", "null"]}
+    if hint is type(None):
+        return {"type": "null"}
+    if hint is Seconds:
+        return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{CLOCK}$"}]}
+    if dataclasses.is_dataclass(hint):
+        section = _object(hint)
+        return {"anyOf": [{"type": "string"}, section]} if issubclass(typing.cast(type, hint), Spec) else section
+    return {"type": _SCALARS[hint]}
