@@ -9,8 +9,8 @@ import pytest
 import yaml
 from conftest import PROJECT
 
-from horovod_train.config.loader import as_dict
 from horovod_train.commands.settings import entries, json_schema, markdown
+from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
 from horovod_train.main import main
 

@@ -99,7 +99,6 @@ MAY_KNOW_TFRECORDS = {
     "data/dataset.py": "the list of sources",
     "data/prepare/writing.py": "writes TFRecord files",
     "commands/index.py": "indexes TFRecord files",
-    "commands/bench/pipelines.py": "reads the same files by TensorFlow's own reader",
 }
 
 
