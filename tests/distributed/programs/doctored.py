@@ -10,26 +10,26 @@ import horovod.tensorflow.keras as stock
 import pytest
 from facts import leave
 
-from horovod_train.commands.doctor import machine, ranks
+from horovod_train.commands import doctor_checks
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig
 from horovod_train.distributed.start import start
 
 group = start(HorovodConfig(), DeviceConfig())
 own_folder = Path(sys.argv[1]) / f"own-{group.rank}"
 own_folder.mkdir()
-machine.VISIBLE_WITHIN_S = 2.0
+doctor_checks.VISIBLE_WITHIN_S = 2.0
 
 found = {
-    "right": ranks.check_averaging(group),
-    "shared": machine.check_file_system(group, Path(sys.argv[1])),
-    "apart": machine.check_file_system(group, own_folder),
-    "nowhere": machine.check_file_system(group, Path("/nowhere")),
-    "clocks": machine.check_clocks(group),
-    "config": machine.check_versions(group, Config(seed=group.rank))[-1],
-    "threads": ranks.check_threads(group),
+    "right": doctor_checks.check_averaging(group),
+    "shared": doctor_checks.check_file_system(group, Path(sys.argv[1])),
+    "apart": doctor_checks.check_file_system(group, own_folder),
+    "nowhere": doctor_checks.check_file_system(group, Path("/nowhere")),
+    "clocks": doctor_checks.check_clocks(group),
+    "config": doctor_checks.check_versions(group, Config(seed=group.rank))[-1],
+    "threads": doctor_checks.check_threads(group),
 }
-pytest.MonkeyPatch().setattr(ranks, "DistributedOptimizer", stock.DistributedOptimizer)
-found["stock"] = ranks.check_averaging(group)
+pytest.MonkeyPatch().setattr(doctor_checks, "DistributedOptimizer", stock.DistributedOptimizer)
+found["stock"] = doctor_checks.check_averaging(group)
 shown = {name: [finding.level, finding.text] for name, finding in found.items()}
 left = sorted(path.name for path in Path(sys.argv[1]).glob(".doctor*"))
 settings = {setting.name: [setting.value, os.environ[setting.name]] for setting in group.settings}

@@ -7,7 +7,7 @@ import os
 import tensorflow as tf
 from facts import leave
 
-from horovod_train.commands.doctor.ranks import check_threads
+from horovod_train.commands.doctor_checks import check_threads
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed.start import start
 

@@ -3,7 +3,7 @@
 python -m horovod_train.main doctor                                   this machine
 horovodrun -np 4 python -m horovod_train.main doctor                  the job, as it would be started to train
 
-Brings the ranks together, runs the checks in order and shows the results. The checks are in machine and ranks.
+Brings the ranks together, runs the checks and shows the results. The checks are in doctor_checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.text import Text
 
@@ -38,9 +38,6 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, one_line
 from horovod_train.output import logs
 from horovod_train.output.removal import Artifact
-
-if TYPE_CHECKING:
-    from horovod_train.distributed.group import WorkerGroup
 
 FINDINGS = Artifact(
     "a file that doctor wrote", ".+", content_matches=lambda path: path.read_bytes().startswith(b'{\n  "checks": ')
@@ -107,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
+    from horovod_train.commands.doctor_checks import run_checks
     from horovod_train.distributed.start import start
     from horovod_train.distributed.watchdog.watchdog import stall_environment
 
@@ -128,29 +126,11 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         where = f"on rank {rank} ({socket.gethostname()})"
         return [fail("start", f"Horovod does not start {where}: {text}", "See docs/install.md.")], True
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
-    local_findings = [vars(finding) for finding in _checks(group, config, nearest_existing(folder).resolve())]
+    local_findings = [vars(finding) for finding in run_checks(group, config, nearest_existing(folder).resolve())]
     # Figures differ between ranks; the exit code must not.
     findings = [CheckResult(**finding) for finding in group.broadcast_object(local_findings)]
     group.close()
     return findings, group.is_root
-
-
-def _checks(group: WorkerGroup, config: Config | None, folder: Path) -> Iterator[CheckResult]:
-    """Run the checks, in the order in which they are shown. Collective."""
-    from horovod_train.commands.doctor import machine, ranks
-
-    yield from machine.check_versions(group, config)
-    yield machine.check_build(group)
-    yield ranks.check_launcher(group)
-    yield ranks.check_hosts(group)
-    yield ranks.check_devices(group)
-    yield ranks.check_threads(group)
-    yield ranks.check_settings(group)
-    yield ranks.check_averaging(group)
-    yield ranks.check_speed(group)
-    yield machine.check_network(group)
-    yield machine.check_file_system(group, folder)
-    yield machine.check_clocks(group)
 
 
 def _show(findings: Sequence[CheckResult], to: str | None) -> None:
