@@ -18,8 +18,7 @@ import tensorflow as tf
 from conftest import BIN, HANGS_AFTER_S, PROJECT, metrics_of, rank_environment, summary_of, train
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from horovod_train.commands.report import build_page
-from horovod_train.commands.report.story import read_run
+from horovod_train.commands.report import build_page, read_run
 from horovod_train.output.profile import find_profiles, read_profiles
 
 CONFIGS = PROJECT / "configs"

@@ -14,9 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.commands.report import build_page
-from horovod_train.commands.report.charts import MOST_POINTS, Chart, Drawer, build_charts, thin
-from horovod_train.commands.report.story import read_run
+from horovod_train.commands.report import MOST_POINTS, Chart, Drawer, build_charts, build_page, read_run, thin
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.errors import UserError
 from horovod_train.main import main
