@@ -21,10 +21,9 @@ from made_records import config as data_config
 from made_records import make_images
 
 from horovod_train.checkpoint.layout import count_multiples, count_saves
-from horovod_train.commands import plan
+from horovod_train.commands import plan, plan_model
 from horovod_train.commands.check_data import epoch_shares
-from horovod_train.commands.plan import model as plan_model
-from horovod_train.commands.plan.facts import Pace, Sizes, collect, open_outlook, records_by_rank, rows_by_rank
+from horovod_train.commands.plan import Pace, Sizes, collect, open_outlook, records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.data.dataset import open_records
@@ -334,7 +333,7 @@ ON_TOP_OF = {"mlp_asynchronous": "mlp_synchronous", "mlp_tensorboard": "mlp_sync
 
 BUILDS = """
 import sys
-from horovod_train.commands.plan import model as plan_model
+from horovod_train.commands import plan_model
 from horovod_train.config.loader import load
 config, _ = load(sys.argv[1:])
 assert plan_model.build(config, None) == (None, [])

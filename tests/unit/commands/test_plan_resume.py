@@ -14,7 +14,7 @@ from made_records import make_images
 
 from horovod_train.checkpoint.manager import open_store
 from horovod_train.checkpoint.tensors import Facts, write
-from horovod_train.commands.plan.facts import find_resume
+from horovod_train.commands.plan import find_resume
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import UserError
 from horovod_train.main import main

@@ -28,7 +28,7 @@ from made_records import (
 from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, write_npy, write_parquet
 from user_sources import RECORDS, row
 
-from horovod_train.commands.plan.facts import open_outlook
+from horovod_train.commands.plan import open_outlook
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records

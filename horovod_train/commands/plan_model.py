@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from horovod_train.commands.plan.facts import Outlook, Sizes
+from horovod_train.commands.plan import Outlook, Sizes
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.rules import PER_OUTPUT
 from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
