@@ -1,16 +1,22 @@
 """Files by their path, on a local disk or in an object store: lists them, and reads pieces of them. Knows no format.
 
-Only this and remote_file know fsspec and its drivers. Credentials, endpoints and time limits are the drivers' settings:
-their environment variables and files, or fsspec's. A request to a server that fails is repeated, with growing pauses,
-until a limit. Blocks of local TFRecord files are read without this.
+Only this knows fsspec and its drivers. Credentials, endpoints and time limits are the drivers' settings: their
+environment variables and files, or fsspec's. A request to a server that fails is repeated, with growing pauses, until a
+limit. Blocks of local TFRecord files are read without this.
+
+For libraries that seek and read, a remote file is also a Python file object. Small pieces that a library reads, such as
+headers, come from cached pages. Ranges that the caller knows in advance are loaded before, by several threads at the
+same time, because most libraries let only one thread read at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import glob
 import hashlib
+import io
 import logging
 import os
 import random
@@ -20,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from horovod_train.config.paths import is_remote
@@ -32,6 +38,9 @@ from horovod_train.output.logs import ANY_RANK
 _REMOTE_FILES = 32  # requested at the same time
 _PIECE = 1 << 20
 _REMOTE_PIECE = 4 << 20
+_PAGE = 1 << 18
+_GAP = 1 << 16
+"""Ranges no further apart than this are loaded in one request: a request takes longer than so many bytes."""
 _ANSWER_WITHIN_S = 30.0
 _LEAST_BYTES_PER_S = 1 << 16
 """A request that takes longer than the former, and its bytes at this rate, has failed; drivers wait for each byte."""
@@ -43,6 +52,9 @@ T = TypeVar("T")
 
 ReadAt = Callable[[int, int], bytes]
 """(length, offset) → bytes of a file, fewer at its end."""
+Buffer: TypeAlias = "bytearray | memoryview"
+Range = tuple[int, int]
+"""(offset, length) of bytes of a file."""
 _BOTOCORE_OPTIONS = {
     "max_pool_connections": 64,  # for all threads that read, not ten
     # Retries repeats requests; pauses of botocore would delay the end of a process.
@@ -252,13 +264,8 @@ class _ReadAhead:
         return joined[offset - first * _REMOTE_PIECE : end - first * _REMOTE_PIECE]
 
 
-_DRIVERS: dict[str, Callable[[str], object]] = {
-    "s3": lambda where: import_extra("s3fs", "s3", where),
-    "gs": lambda where: import_extra("gcsfs", "gs", where),
-    "hdfs": lambda where: import_extra("pyarrow", "hdfs", where),
-    "memory": lambda where: import_extra("fsspec", "s3", where),
-}
-"""Scheme of a URL → what imports its driver, or says how to install it."""
+_DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "hdfs": ("pyarrow", "hdfs"), "memory": ("fsspec", "s3")}
+"""Scheme of a URL → the module of its driver, and the extra that installs it."""
 
 Fetch = Callable[[Any, str, int, int, str | None, float], bytes]
 """(file system, path in it, first byte, end, version or None for any, seconds) → the bytes between. Raises
@@ -311,7 +318,7 @@ class FileSystem(NamedTuple):
 def open_file_system(url: str) -> FileSystem:
     """Find the file system of a URL. fsspec keeps one for each server and process, so this is quick."""
     scheme = url.partition("://")[0]
-    _DRIVERS[scheme](url)
+    import_extra(*_DRIVERS[scheme], url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
         # A cached listing would hide that files have changed.
@@ -417,3 +424,90 @@ def describe(error: BaseException) -> str:
 
 
 DEFAULT = Storage()
+
+
+class Pages:
+    """Reads pieces of a remote file, and caches the pages that contain short pieces. Several threads may use it."""
+
+    def __init__(self, storage: Storage, url: str, max_pages: int = 4) -> None:
+        """max_pages: cached pages, of 256 KiB each. Raises UserError for a file that cannot be read."""
+        self._storage, self.url = storage, url
+        self._page = functools.lru_cache(max_pages)(lambda number: self.read(number * _PAGE, _PAGE))
+        try:
+            self.size = storage.stamp(url).size
+        except OSError as error:
+            raise UserError(f"{url}: cannot be read: {error.strerror}.") from error
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes in one request, fewer at the end of the file. Raises UserError."""
+        try:
+            return self._storage.read(self.url, offset, max(min(length, self.size - offset), 0))
+        except OSError as error:
+            raise UserError(f"{self.url}: cannot be read any more: {error.strerror}.") from error
+
+    def read_by_page(self, offset: int, length: int) -> bytes:
+        """Do as read, but take short pieces from cached pages."""
+        if length > _PAGE:
+            return self.read(offset, length)
+        first, last = offset // _PAGE, (offset + max(length, 1) - 1) // _PAGE
+        joined = b"".join(self._page(number) for number in range(first, last + 1))
+        return joined[offset - first * _PAGE : offset - first * _PAGE + length]
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file that is open for reading. Methods raise UserError if it cannot be read.
+
+    Only one thread at a time may seek and read. All may use `loaded` at the same time.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        """pages: of the file; several RemoteFiles may share them."""
+        self._pages, self._position = pages, 0
+        self._of_thread = threading.local()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._pages.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:  # type: ignore[override]
+        data = self._read(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    @contextmanager
+    def loaded(self, ranges: Sequence[Range]) -> Iterator[None]:
+        """Load ranges. What this thread reads of them inside the block comes from memory."""
+        self._of_thread.pieces = [(offset, self._pages.read(offset, length)) for offset, length in _join(ranges)]
+        try:
+            yield
+        finally:
+            self._of_thread.pieces = []
+
+    def _read(self, offset: int, length: int) -> bytes:
+        for start, piece in getattr(self._of_thread, "pieces", []):
+            if start <= offset and offset + length <= start + len(piece):
+                return bytes(piece[offset - start : offset - start + length])
+        return self._pages.read_by_page(offset, length)
+
+
+def _join(ranges: Sequence[Range]) -> list[Range]:
+    """Return the ranges sorted, with ranges near each other joined."""
+    joined: list[Range] = []
+    for offset, length in sorted(ranges):
+        if joined and offset <= sum(joined[-1]) + _GAP:
+            start, joined_length = joined[-1]
+            joined[-1] = (start, max(joined_length, offset + length - start))
+        else:
+            joined.append((offset, length))
+    return joined

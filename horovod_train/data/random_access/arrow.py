@@ -23,9 +23,8 @@ from horovod_train.data.random_access.store import (
     even_blocks,
     objects,
 )
-from horovod_train.data.remote_file import Pages, RemoteFile
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage import Storage
+from horovod_train.data.storage import Pages, RemoteFile, Storage
 from horovod_train.errors import UserError, one_line
 
 

@@ -20,9 +20,8 @@ import numpy as np
 from horovod_train.config.paths import is_remote
 from horovod_train.data.files import check_regular, left_out_note, loose_files
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
-from horovod_train.data.remote_file import Pages, RemoteFile
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage import Storage
+from horovod_train.data.storage import Pages, RemoteFile, Storage
 from horovod_train.errors import UserError, one_line
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field

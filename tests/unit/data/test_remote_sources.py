@@ -22,11 +22,10 @@ from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hugging_f
 from memory_store import called_before_reads
 from user_sources import RECORDS, row
 
-from horovod_train.data import remote_file, storage
+from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access import hdf5
-from horovod_train.data.remote_file import Pages, RemoteFile
-from horovod_train.data.storage import Storage
+from horovod_train.data.storage import Pages, RemoteFile, Storage
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -149,7 +148,7 @@ def test_an_hdf5_file_takes_few_requests(tmp_path: Path, asked: list[Callable[[s
 
 
 def test_pieces_of_a_file_are_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_file, "_PAGE", 100)
+    monkeypatch.setattr(storage, "_PAGE", 100)
     written = np.random.default_rng(1).bytes(1234)
     (tmp_path / "f").write_bytes(written)
     file = RemoteFile(Pages(Storage(), put(tmp_path / "f"), max_pages=3))
@@ -203,7 +202,7 @@ def test_requests_that_fail_are_repeated_and_end_the_reading_in_one_line(
     form: str, tmp_path: Path, asked: list[Callable[[str], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(remote_file, "_PAGE", 1000)  # the files are small
+    monkeypatch.setattr(storage, "_PAGE", 1000)  # the files are small
     url = put(WRITERS[form](tmp_path, {"x": np.random.default_rng(1).random((400, 50)), "y": np.arange(400)}))
     expected = batches(pipeline(remote(tmp_path, url)))
     made = pipeline(remote(tmp_path, url, retry_s=0.3))
