@@ -26,8 +26,14 @@ import numpy as np
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_different, paths_beside, save_to_first
-from horovod_train.data.random_access.parser import ArraysParser
-from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error, read_block
+from horovod_train.data.random_access.store import (
+    ArraysParser,
+    FileStamps,
+    Request,
+    Store,
+    describe_error,
+    read_block,
+)
 from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized

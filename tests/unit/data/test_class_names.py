@@ -12,7 +12,7 @@ from made_records import batches
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import class_names, open_records, with_class_names_of
 from horovod_train.data.pipeline import Ranks, build_pipeline
-from horovod_train.data.random_access.parser import ArraysParser
+from horovod_train.data.random_access.store import ArraysParser
 from horovod_train.data.schema import parse_feature, schema_of_names
 from horovod_train.errors import UserError
 

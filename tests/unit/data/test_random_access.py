@@ -34,7 +34,7 @@ from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.random_access.arrow import ParquetFile
-from horovod_train.data.random_access.parser import ArraysParser
+from horovod_train.data.random_access.store import ArraysParser
 from horovod_train.data.schema import parse_feature
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
