@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from rank_programs.timing import SEARCH_PATH, SYSTEMS
 
-from horovod_train.commands.bench.scaling import measure, measured_config
+from horovod_train.commands.bench import measure, measured_config
 from horovod_train.commands.cli import count, open_screen
 from horovod_train.config.settings import (
     Config,

@@ -18,7 +18,7 @@ from functools import partial
 
 import tensorflow as tf
 
-from horovod_train.commands.bench import input as bench_input
+from horovod_train.commands.bench import PLAN, build_input, measure_turns, passes_of, show_turns
 from horovod_train.config.settings import Config, DataConfig, Spec
 from horovod_train.data.dataset import Records, open_records
 from horovod_train.data.parsing import example_spec
@@ -151,9 +151,9 @@ def main() -> int:
     contenders = build_contenders(records, data.shuffle_window, arguments.batch_size)
     if any("JPEGs" in name for name in contenders):
         data = dataclasses.replace(data, augment=AUGMENT)
-    plan = bench_input.passes_of(bench_input.build(records, Config(data=data), arguments.batch_size))
-    turns = bench_input.measure({bench_input.PLAN: plan, **contenders}, records.num_records, arguments)
-    bench_input.show(records, turns)
+    plan = passes_of(build_input(records, Config(data=data), arguments.batch_size))
+    turns = measure_turns({PLAN: plan, **contenders}, records.num_records, arguments)
+    show_turns(records, turns)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, run_process
 
-from horovod_train.commands.bench.scaling import Measured, Point, environments_apart, measured_config, table
+from horovod_train.commands.bench import Measured, Point, environments_apart, measured_config, table
 from horovod_train.config.loader import dump, load
 from horovod_train.errors import UserError
 from horovod_train.main import main

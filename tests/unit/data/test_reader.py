@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from made_records import config, make_images
 
-from horovod_train.commands.bench.input import DelayedSource
+from horovod_train.commands.bench import DelayedSource
 from horovod_train.data.batch_source import StepRange
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.pipeline import Loader, Ranks
