@@ -3,36 +3,50 @@
 python -m horovod_train.main check-data data/digits
 python -m horovod_train.main check-data --config configs/digits_convnet.yaml --np 6 --epochs 2
 python -m horovod_train.main check-data --audit runs/digits
+
+Does not stop at the first fault: every record that can be reached is checked.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
+import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from horovod_train.commands.cli import add_config, build_table, count, files_or_folder, load_from_arguments, open_screen
 from horovod_train.config.loader import load
+from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
-from horovod_train.data.dataset import SOURCES, build_plan, find_records, open_records, scan_records
+from horovod_train.data.dataset import (
+    SOURCES,
+    Records,
+    build_plan,
+    check_counts,
+    find_records,
+    open_records,
+    scan_records,
+)
 from horovod_train.data.files import record_folders
+from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.sampler import Plan
-from horovod_train.data.source import Blocks
+from horovod_train.data.source import Blocks, split_records
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 
-if TYPE_CHECKING:
-    from horovod_train.data.validation import Report
-
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
 _MAX_LISTED = 100
+_MAX_CLASSES = 1000
 _STEPS_AT_A_TIME = 256
 
 
@@ -73,9 +87,7 @@ def _check(console: Console, configs: Sequence[Config]) -> int:
     for config in configs:
         find_records(config.data, "train")  # reports a wrong path before TensorFlow is loaded
     logs.load_tensorflow()
-    from horovod_train.data.validation import check_split
-
-    reports = [check_split(config.data, "train") for config in configs]
+    reports = [check_records(config.data) for config in configs]
     for report in reports:
         _show_report(console, report)
     bad = [sentence for report in reports for sentence in report.bad]
@@ -99,6 +111,141 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     if config.data.eval and config.data.eval != config.data.paths("train"):  # equal with fold and eval_fraction
         splits.append(config.data.eval)
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
+
+
+# --- what the records hold --------------------------------------------------------------------------------------
+
+
+@dataclass
+class FeatureSummary:
+    """The values of one feature over all good records, as they are stored, without those that are not finite.
+
+    Strings and images have no numbers.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None = None
+    high: float | None = None
+    total: float = 0.0
+    values: int = 0
+    histogram: dict[int, int] | None = None
+    """How often each value occurs, for a scalar integer with few different values."""
+
+    def add(self, values: np.ndarray) -> None:
+        if self.dtype == "string":
+            return
+        if values.dtype.kind == "f":
+            values = values[np.isfinite(values)]
+        if not values.size:
+            return
+        low, high = float(values.min()), float(values.max())
+        self.low = low if self.low is None else min(self.low, low)
+        self.high = high if self.high is None else max(self.high, high)
+        self.total += float(values.sum(dtype=np.float64))
+        self.values += values.size
+        if self.histogram is not None:
+            for value, count in zip(*(part.tolist() for part in np.unique(values, return_counts=True)), strict=True):
+                self.histogram[value] = self.histogram.get(value, 0) + count
+            if len(self.histogram) > _MAX_CLASSES:
+                self.histogram = None
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.values if self.values else None
+
+
+@dataclass
+class Report:
+    """What one split holds, and its problems."""
+
+    where: str
+    files: int = 0
+    bytes: int = 0
+    records: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What is left out, and what else users should know."""
+    bad: list[str] = field(default_factory=list)
+    """The sentence that names each bad record or file."""
+    duplicates: int = 0
+    """Records with exactly the bytes of an earlier one."""
+    features: dict[str, FeatureSummary] = field(default_factory=dict)
+
+
+def check_records(config: DataConfig) -> Report:
+    """Read all records of `data.train`. Raises UserError only if there are none to read."""
+    config = dataclasses.replace(config, on_bad_record="skip")  # opening would end at a bad first record
+    split_files, paths = find_records(config, "train"), config.paths("train")
+    report = Report(", ".join(paths), files=len(split_files.files), notes=list(split_files.notes))
+    # Opening a remote file checks it.
+    readable = [f for f in split_files.files if not split_files.are_paths or is_remote(f) or os.access(f, os.R_OK)]
+    report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
+    if not readable:
+        return report
+    try:
+        records = split_files.open(readable, allow_damage=True)
+        report.bad += records.problems
+        report.notes += records.notes
+        report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
+        if len(readable) == len(split_files.files):
+            check_counts(records, paths)
+    except UserError as error:
+        report.bad.append(str(error))
+    if report.records:
+        _read_all(records, config, report)
+    return report
+
+
+def _read_all(records: Records, config: DataConfig, report: Report) -> None:
+    """Read all records in their order, and add to the report what is in them."""
+    from horovod_train.data.parsing import build_parser  # loads TensorFlow
+    from horovod_train.data.transforms import image_problem
+
+    features, reader = records.schema.features, Reader(records.source)
+    parser = build_parser(records.source, features, config)
+    for name, dtype in parser.dtypes.items():
+        is_counted = dtype.startswith(("int", "uint")) and parser.shapes[name] == ()
+        report.features[name] = FeatureSummary(dtype, parser.shapes[name], histogram={} if is_counted else None)
+    digests = np.zeros(records.num_records, np.uint64)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for numbers, data, arrays, bad in parse_all(records.source, reader, parser, f"checking {report.where}"):
+            usable = ~np.isin(numbers, list(bad))
+            stored, numbers = itertools.compress(split_records(data), usable), numbers[usable]
+            digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
+            for name, values in arrays.items():
+                report.features[name].add(values)
+                for record, fault in _not_finite(numbers, np.asarray(values)):
+                    bad.setdefault(record, reader.name_record(record, f"feature {name}: {fault}"))
+                feature = features.get(name)
+                if feature and feature.decode == "image":
+                    problems = threads.map(partial(image_problem, feature), np.asarray(values).tolist())
+                    for record, problem in zip(numbers.tolist(), problems, strict=True):
+                        if problem:
+                            bad[record] = reader.name_record(record, f"feature {name}: {problem}")
+            report.bad += [bad[record] for record in sorted(bad)]
+    usable_digests = digests[digests != 0]
+    report.duplicates = len(usable_digests) - len(np.unique(usable_digests))
+
+
+def _not_finite(numbers: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, str]]:
+    """Yield each record with a value that is not finite, and which. numbers: of the records, in the order of rows."""
+    if values.dtype.kind != "f":
+        return
+    rows = values.reshape(len(values), -1)
+    for row in np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist():
+        (first,) = rows[row][~np.isfinite(rows[row])][:1].tolist()
+        yield int(numbers[row]), f"expected finite numbers; the record holds {first}"
+
+
+def _digest(record: Any) -> bytes:
+    data = record if isinstance(record, bytes) else b"".join(map(_bytes_of_value, record.values()))
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _bytes_of_value(value: Any) -> bytes:
+    array = np.asarray(value)  # of objects for lists of text, whose bytes would be addresses
+    content = repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
+    return f"{array.dtype} {array.shape} ".encode() + content
 
 
 def _show_report(console: Console, report: Report) -> None:
@@ -126,6 +273,9 @@ def _show_report(console: Console, report: Report) -> None:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+# --- what each rank would read ----------------------------------------------------------------------------------
 
 
 def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
@@ -184,6 +334,9 @@ def epoch_shares(plan: Plan, blocks: Blocks, epoch: int, size: int) -> tuple[lis
         share.blocks, share.bytes = int(is_block_read.sum()), int(blocks.bytes[is_block_read].sum())
         shares.append(share)
     return shares, counts
+
+
+# --- what each rank has read ------------------------------------------------------------------------------------
 
 
 def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:

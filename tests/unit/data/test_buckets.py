@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from made_records import NumpyBatch, batches, config, example, ids, pipeline, write_file
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import buckets
@@ -18,7 +19,6 @@ from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.sampler import Plan
 from horovod_train.data.sampler import padding_share as padding_share_of
 from horovod_train.data.source import mark_skipped
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 RECORDS, MOST = 1003, 60
@@ -204,7 +204,7 @@ def test_a_bad_record_is_named_when_it_is_used_and_has_room_once_it_is_repaired(
     made = pipeline(data, batch=3)
     with pytest.raises(UserError, match=r"record 1 at byte .* expected at most 5 values"), made.explaining():
         batches(made)
-    assert len(check_split(data, "train").bad) == 1
+    assert len(check_records(data).bad) == 1
     (batch,) = batches(pipeline(dataclasses.replace(data, on_bad_record="skip"), batch=3))
     assert sorted(batch.ids.tolist()) == [mark_skipped(1), 0, 2]
     assert batch.inputs.shape == (3, 5)

@@ -12,8 +12,8 @@ from made_records import config, make_images
 from made_stores import write_npy, write_parquet
 from PIL import Image
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.data.dataset import open_records
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 IMAGE = {"image": {"shape": [4, 4, 1]}}
@@ -45,7 +45,7 @@ def test_images_of_other_kinds_are_counted_and_some_are_named(photos: Path) -> N
         f"{photos}: 6 files are left out: loose.png, cat/more, dog/0.tif and 3 more. Read are only *.jpg, *.jpeg, "
         "*.png, *.webp, *.bmp, *.gif in its folders."
     )
-    report = check_split(config(photos, features=IMAGE), "train")
+    report = check_records(config(photos, features=IMAGE))
     assert (report.notes, report.bad, report.records) == ([note], [], 6)
 
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 from made_records import batches, config, ids, pipeline
 from PIL import Image, PngImagePlugin
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.data import prepare
 from horovod_train.data.dataset import open_records
 from horovod_train.data.files import hold_lock
@@ -30,7 +31,6 @@ from horovod_train.data.prepare import digits, writing
 from horovod_train.data.prepare.digits import IMAGE_SCHEMA, load_digits, load_idx
 from horovod_train.data.prepare.samples import make_mlp_samples
 from horovod_train.data.prepare.tables import load_table
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 
@@ -42,7 +42,7 @@ def run(*words: object) -> None:
 
 def values(folder: Path, split: str = "train") -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """record → (input, target) of a split, and that it has no fault."""
-    assert check_split(config(folder / split), "train").bad == []
+    assert check_records(config(folder / split)).bad == []
     found = {}
     for batch in batches(pipeline(config(folder / split), training=False)):
         for number, one, other in zip(batch.ids.tolist(), batch.inputs, batch.targets, strict=True):

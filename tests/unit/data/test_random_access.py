@@ -28,6 +28,7 @@ from made_records import (
 from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, write_npy, write_parquet
 from user_sources import RECORDS, row
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.commands.plan import open_outlook
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
@@ -36,7 +37,6 @@ from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.random_access.arrow import ParquetFile
 from horovod_train.data.random_access.store import ArraysParser
 from horovod_train.data.schema import parse_feature
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 ROWS = [row(record) for record in range(RECORDS)]
@@ -286,10 +286,10 @@ def test_a_file_that_is_no_image_is_named(images: Path) -> None:
     with pytest.raises(UserError, match=r"^\S+/images/class0/03\.png: feature image: expected an image as JPEG, PNG"):
         read(pipeline(data))
     assert len(shown(pipeline(dataclasses.replace(data, on_bad_record="skip")))) == 22
-    (fault,) = check_split(data, "train").bad
+    (fault,) = check_records(data).bad
     assert fault.startswith(f"{images}/class0/03.png: feature image: expected an image as JPEG, PNG")
     (images / "table.csv").write_text("image,y\nclass1/01.png,1\nclass0/03.png,2\n")
-    (fault,) = check_split(config(images / "table.csv", features=IMAGE, targets=("y",)), "train").bad
+    (fault,) = check_records(config(images / "table.csv", features=IMAGE, targets=("y",))).bad
     assert fault.startswith(
         f"{images}/table.csv: record 1 ({images}/class0/03.png): feature image: expected an image as JPEG"
     )
@@ -385,9 +385,9 @@ def test_equal_lists_of_text_are_duplicates_and_texts_are_not_run_together(tmp_p
     table = {"words": words, "first": ["ab", "a", "ab"], "second": ["c", "bc", "c"], "y": [0, 0, 0]}
     pa.parquet.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=1)
     texts = config(tmp_path / "a.parquet", inputs=("first", "second"), targets=("y",))
-    assert check_split(texts, "train").duplicates == 1
+    assert check_records(texts).duplicates == 1
     lists = config(tmp_path / "a.parquet", inputs=("words",), targets=("y",), features={"words": {"max_length": 2}})
-    assert check_split(lists, "train").duplicates == 1
+    assert check_records(lists).duplicates == 1
 
 
 def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_null_leaves_the_other_records_of_its_row_group(dtype: str, tmp_path: 
     pa.parquet.write_table(pa.table(table), tmp_path / "a.parquet")
     features = {"words": {"max_length": 2}}
     data = config(tmp_path / "a.parquet", inputs=("x", "words"), targets=("y",), features=features)
-    report = check_split(data, "train")
+    report = check_records(data)
     assert [line.partition(": ")[2].partition(":")[0] for line in report.bad] == ["record 1", "record 2"]
     found = read(pipeline(dataclasses.replace(data, on_bad_record="skip")))
     values = {
@@ -423,14 +423,14 @@ def test_a_null_leaves_the_other_records_of_its_row_group(dtype: str, tmp_path: 
 
 
 def test_check_data_names_all_bad_records() -> None:
-    report = check_split(of_class("Items", torn=[3, 40], odd=[41]), "train")
+    report = check_records(of_class("Items", torn=[3, 40], odd=[41]))
     assert [line.partition(": ")[2].partition(":")[0] for line in report.bad] == ["record 3", "record 40", "record 41"]
     assert report.features["y"].high == 9
 
 
 def test_check_data_reads_on_after_a_bad_first_record(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.table({"x": [1.0, 2.0, 3.0], "y": [7, 1, 9]}), tmp_path / "a.parquet")
-    report = check_split(config(tmp_path / "a.parquet", targets=("y",), features={"y": {"classes": 3}}), "train")
+    report = check_records(config(tmp_path / "a.parquet", targets=("y",), features={"y": {"classes": 3}}))
     assert [line.partition(": ")[2].partition(":")[0] for line in report.bad] == ["record 0", "record 2"]
     assert report.features["y"].high == 1
 

@@ -22,11 +22,11 @@ from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hugging_f
 from memory_store import called_before_reads
 from user_sources import RECORDS, row
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access import hdf5
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 ROWS = [row(record) for record in range(RECORDS)]
@@ -99,7 +99,7 @@ def test_several_files_and_a_folder_of_them(tmp_path: Path) -> None:
 def test_data_are_checked_in_a_store_too(tmp_path: Path) -> None:
     arrays = ARRAYS | {"y": np.where(np.arange(RECORDS) == 41, 99, ARRAYS["y"])}
     url = put(WRITERS["hdf5"](tmp_path, arrays))
-    report = check_split(remote(tmp_path, url, features={"y": {"classes": 10}}), "train")
+    report = check_records(remote(tmp_path, url, features={"y": {"classes": 10}}))
     assert report.records == RECORDS
     assert report.bad == [f"{url}: record 41: feature y: expected a value from 0 to 9; the record holds 99."]
 

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 from made_records import batches, config, example, pipeline, write_file
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 SEQUENCES: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_a_wrong_list_is_named_and_can_be_left_out(changed: dict[str, Any], said
         batches(made)
     assert "a.tfrecord: record 1 at byte" in str(raised.value)
     assert said in str(raised.value)
-    report = check_split(data, "train")
+    report = check_records(data)
     assert len(report.bad) == 1
     assert said in report.bad[0]
     left = pipeline(config(tmp_path, features=SEQUENCES, inputs=tuple(SEQUENCES), on_bad_record="skip"), batch=3)
@@ -139,7 +139,7 @@ def test_padding_is_no_class(form: str, tmp_path: Path) -> None:
     (batch,) = batches(pipeline(data, batch=4))
     assert batch.inputs[batch.ids >= 0].tolist() == [[1, 2, -1], [9, -1, -1]]
     expected = "x: expected a value from 0 to 9; the record holds"
-    bad = [line.rpartition("feature ")[2] for line in check_split(data, "train").bad]
+    bad = [line.rpartition("feature ")[2] for line in check_records(data).bad]
     assert bad == [f"{expected} 10.", f"{expected} -1."]
 
 

@@ -10,9 +10,9 @@ import tensorflow as tf
 from made_records import config, make_images, pipeline
 from made_stores import WRITERS
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.data.dataset import open_records
 from horovod_train.data.prepare.tables import load_table
-from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 ROWS = 9
@@ -89,7 +89,7 @@ def test_records_with_numbers_that_are_not_finite_are_named(form: str, tmp_path:
     x = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
     x[3, 0, 1], x[5, 0, 0], x[5, 0, 1] = np.nan, np.inf, np.nan
     path = WRITERS[form](tmp_path, {"x": x, "y": np.arange(ROWS)})
-    report = check_split(config(path, targets=("y",)), "train")
+    report = check_records(config(path, targets=("y",)))
     assert report.bad == [
         f"{path}: record 3: feature x: expected finite numbers; the record holds nan.",
         f"{path}: record 5: feature x: expected finite numbers; the record holds inf.",
