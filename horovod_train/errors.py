@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from horovod_train.shown_text import error_line
 
@@ -71,6 +73,20 @@ class AlreadySaid(RunError):
 
 class FailedElsewhere(AlreadySaid):
     """Another rank failed and has reported why; this one exits silently."""
+
+
+@contextmanager
+def reading(path: str, when: str = "") -> Iterator[None]:
+    """Raise UserError in a block that reads a file, or a folder, if it cannot be read, or is not UTF-8 text.
+
+    when: after "cannot be read" in the error.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read{when}: not UTF-8 text.") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read{when}: {error.strerror or error}.") from error
 
 
 def one_line(error: object) -> str:

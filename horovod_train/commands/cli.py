@@ -98,6 +98,17 @@ def above_0(text: str) -> float:
     return float(text)
 
 
+def like(pattern: str, expected: str) -> Callable[[str], str]:
+    """Return the `type` of an argument that matches a pattern as a whole."""
+
+    def parse(word: str) -> str:
+        if not re.fullmatch(pattern, word):
+            raise argparse.ArgumentTypeError(f"expected {expected}; received {word!r}")
+        return word
+
+    return parse
+
+
 def several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return the `type` of an argument that holds several values of another type, such as 1,2,4."""
     return lambda text: [parse(word) for word in text.split(",")]

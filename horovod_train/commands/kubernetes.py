@@ -27,6 +27,7 @@ from horovod_train.commands.cli import (
     add_config_arguments,
     config_parts,
     count,
+    like,
     load_config,
     require_output_dir,
     require_resume,
@@ -35,7 +36,7 @@ from horovod_train.config.loader import parse_seconds
 from horovod_train.config.rules import resolve
 from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
 from horovod_train.distributed.launch.launcher import TOKEN
-from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
+from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError, reading
 from horovod_train.output.console import to_stderr
 
 RENDEZVOUS_PORT = 29_400
@@ -46,8 +47,9 @@ SSHD_HOME, SSHD_USER = "/home/mpi", 1000
 """Of the Dockerfile's sshd, which runs without root."""
 MAX_CONFIG_BYTES = 1 << 20
 """The limit of a ConfigMap."""
-_LABEL = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
+_name = like(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "lowercase letters, digits and -, at most 52")
 """A name of Kubernetes, shorter than its 63 characters, because names of pods and a service are made from it."""
+_path = like(r"(?a)(/(?!\.\.(/|$))[\w.-]+)+", "a path such as /data")
 
 Manifest = dict[str, Any]
 
@@ -69,7 +71,13 @@ class Volume(NamedTuple):
 
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--image", required=True, type=_word, metavar="IMAGE", help="it has horovod-train on its PATH")
+    parser.add_argument(
+        "--image",
+        required=True,
+        type=like(r"(?a)[\w.:/@-]+", "the name of an image"),
+        metavar="IMAGE",
+        help="it has horovod-train on its PATH",
+    )
     parser.add_argument("--nodes", type=count, default=1, metavar="N", help="pods, one on each host; default 1")
     parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a pod, all used; default: on CPUs")
     parser.add_argument(
@@ -87,7 +95,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--name", type=_job_name, metavar="NAME", help="of the job; default: that of output_dir")
     parser.add_argument("--namespace", type=_name, metavar="NAME", help="default: that of kubectl")
     parser.add_argument("--cpus", type=count, metavar="N", help="CPUs of a pod; default: not limited")
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help="of a pod, such as 64Gi; default: not limited")
+    parser.add_argument(
+        "--memory",
+        type=like(r"[1-9]\d*(Mi|Gi|Ti|M|G|T)", "a size such as 64Gi"),
+        metavar="SIZE",
+        help="of a pod, such as 64Gi; default: not limited",
+    )
     parser.add_argument(
         "--save-within",
         default="600",
@@ -305,10 +318,8 @@ def _pod(job: Job, command: Sequence[str], environment: Sequence[Manifest], *, i
 
 
 def _read(file: str) -> str:
-    try:
+    with reading(file):
         return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
 
 
 def _key(file: str) -> str:
@@ -321,34 +332,10 @@ def _name_of(output_dir: str) -> str:
     return name[:50].strip("-") or "horovod-train"
 
 
-def _name(word: str) -> str:
-    if not re.fullmatch(_LABEL, word):
-        raise argparse.ArgumentTypeError(f"expected lowercase letters, digits and -, at most 52; received {word!r}")
-    return word
-
-
 def _job_name(word: str) -> str:
     """Return the name if a service, which has it too, may have it: https://www.rfc-editor.org/rfc/rfc1035."""
     if _name(word)[0].isdecimal():
         raise argparse.ArgumentTypeError(f"expected a letter first; received {word!r}")
-    return word
-
-
-def _word(word: str) -> str:
-    if not re.fullmatch(r"[\w.:/@-]+", word, re.ASCII):
-        raise argparse.ArgumentTypeError(f"expected the name of an image; received {word!r}")
-    return word
-
-
-def _size(word: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*(Mi|Gi|Ti|M|G|T)", word):
-        raise argparse.ArgumentTypeError(f"expected a size such as 64Gi; received {word!r}")
-    return word
-
-
-def _path(word: str) -> str:
-    if not re.fullmatch(r"(/[\w.-]+)+", word, re.ASCII) or ".." in word.split("/"):
-        raise argparse.ArgumentTypeError(f"expected a path such as /data; received {word!r}")
     return word
 
 

@@ -27,6 +27,7 @@ from horovod_train.commands.cli import (
     add_config_arguments,
     config_parts,
     count,
+    like,
     load_config,
     require_output_dir,
     require_resume,
@@ -35,7 +36,7 @@ from horovod_train.config.loader import CLOCK, compose, parse_clock, plain_value
 from horovod_train.config.registry import suggest
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 from horovod_train.output.console import to_stderr
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
@@ -274,18 +275,7 @@ def _line(word: str) -> str:
     return word
 
 
-def _like(pattern: str, expected: str) -> Callable[[str], str]:
-    """Return what accepts a word that matches a pattern as a whole."""
-
-    def parse(word: str) -> str:
-        if not re.fullmatch(pattern, word):
-            raise argparse.ArgumentTypeError(f"expected {expected}; received {word!r}")
-        return word
-
-    return parse
-
-
-_name = _like(r"[\w.,:@/+-]+", "a name without spaces and quotes")
+_name = like(r"[\w.,:@/+-]+", "a name without spaces and quotes")
 
 
 def _command(word: str) -> tuple[str, ...]:
@@ -328,20 +318,20 @@ OPTIONS = {
     "cpus_per_task": Option(count, "N", f"default: {CPUS_PER_GPU} for a GPU, else 1"),
     "gres": Option(_name, "NAME[:TYPE]:N", "in place of --gpus-per-node, such as gpu:a100:4; also others"),
     "mem": Option(
-        _like(r"\d+[KMGT]?", "a size such as 64G"), "SIZE", "memory of a host, such as 64G; default: the cluster's"
+        like(r"\d+[KMGT]?", "a size such as 64G"), "SIZE", "memory of a host, such as 64G; default: the cluster's"
     ),
-    "time": Option(_like(CLOCK, "[D-]HH:MM:SS"), "[D-]HH:MM:SS", "how long the job may take; required"),
+    "time": Option(like(CLOCK, "[D-]HH:MM:SS"), "[D-]HH:MM:SS", "how long the job may take; required"),
     "partition": Option(_name, "NAME", "default: the cluster's"),
     "account": Option(_name, "NAME", "default: yours"),
     "array": Option(
-        _like(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "numbers of tasks such as 1-5 or 1,3%2"),
+        like(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "numbers of tasks such as 1-5 or 1,3%2"),
         "1-5",
         "a job array; each task has its number for %a, as in seed=%a --output-dir runs/sweep-%a",
     ),
     "sbatch": Option(_sbatch, "OPTION", "further option of sbatch, such as '--qos=long'; can be repeated", many=True),
     "modules": Option(_name, "MODULE", "environment module to load, such as cuda/12; can be repeated", many=True),
     "launch": Option(
-        _like("|".join(LAUNCHES), f"one of {', '.join(LAUNCHES)}"),
+        like("|".join(LAUNCHES), f"one of {', '.join(LAUNCHES)}"),
         "LAUNCHER",
         f"what starts the ranks: {', '.join(LAUNCHES)} (srun)",
     ),
@@ -383,12 +373,10 @@ def gpus_in(gres: str | None) -> int:
 
 
 def _read_site(file: Path) -> dict[str, Any]:
-    try:
+    with reading(str(file)):
+        if not file.exists():
+            return {}
         node = compose(file.read_text(encoding="utf-8"), str(file))
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):

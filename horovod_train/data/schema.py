@@ -20,7 +20,7 @@ from horovod_train.config.loader import build
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig, setting
 from horovod_train.data.storage import DEFAULT, Storage, parent
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, one_line, reading
 
 DATASET_NAME = "dataset.json"
 RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
@@ -109,10 +109,10 @@ def schema_of_names(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
 
 def load_schema(path: str, storage: Storage = DEFAULT) -> Schema:
     """Read one dataset.json. Raises UserError."""
+    with reading(path):
+        text = storage.read_all(path).decode()
     try:
-        content = json.loads(storage.read_all(path).decode())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; values too deep
@@ -157,11 +157,10 @@ def _check_roles(schema: Schema, where: str) -> Schema:
 def _find_json(folder: str, storage: Storage) -> str | None:
     for location in (folder, parent(folder)):
         path = None if location is None else os.path.join(location, DATASET_NAME)
-        try:
-            if path and storage.exists(path):
-                return path
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+        if path:
+            with reading(path):
+                if storage.exists(path):
+                    return path
     return None
 
 

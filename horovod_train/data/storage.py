@@ -32,7 +32,7 @@ from weakref import WeakSet
 from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, one_line, reading
 from horovod_train.output.logs import ANY_RANK
 
 _REMOTE_FILES = 32  # requested at the same time
@@ -433,17 +433,13 @@ class Pages:
         """max_pages: cached pages, of 256 KiB each. Raises UserError for a file that cannot be read."""
         self._storage, self.url = storage, url
         self._page = functools.lru_cache(max_pages)(lambda number: self.read(number * _PAGE, _PAGE))
-        try:
+        with reading(url):
             self.size = storage.stamp(url).size
-        except OSError as error:
-            raise UserError(f"{url}: cannot be read: {error.strerror}.") from error
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes in one request, fewer at the end of the file. Raises UserError."""
-        try:
+        with reading(self.url, " any more"):
             return self._storage.read(self.url, offset, max(min(length, self.size - offset), 0))
-        except OSError as error:
-            raise UserError(f"{self.url}: cannot be read any more: {error.strerror}.") from error
 
     def read_by_page(self, offset: int, length: int) -> bytes:
         """Do as read, but take short pieces from cached pages."""

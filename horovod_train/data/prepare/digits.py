@@ -24,7 +24,7 @@ from horovod_train.data.prepare.writing import (
     write_once,
 )
 from horovod_train.data.schema import Feature, Schema
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 
 _EVAL_RECORDS = 360
 _SHARDS = 5
@@ -124,10 +124,9 @@ def _load_pair(image_file: str, label_file: str) -> Arrays:
 def load_idx(path: str, dimensions: int) -> np.ndarray:
     """Read one idx file: two zero bytes, type 8 (uint8), the number of dimensions, their big-endian sizes, the data."""
     try:
-        data = Path(path).read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        with reading(path):
+            data = Path(path).read_bytes()
+            data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (EOFError, zlib.error) as error:
         raise UserError(f"{path}: the gzip file is broken: {error}.") from error
     start = 4 + 4 * dimensions

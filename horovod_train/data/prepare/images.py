@@ -11,7 +11,7 @@ from horovod_train.config.registry import import_extra
 from horovod_train.data.files import left_out_note, loose_files
 from horovod_train.data.prepare.writing import Kind, Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Feature, Schema
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, one_line, reading
 from horovod_train.output.console import to_stdout
 from horovod_train.shown_text import listed
 
@@ -85,7 +85,7 @@ def list_images(folder: str) -> ImageList:
     Only regular files are images: reading a named pipe would wait for ever.
     """
     images, others = list[Path](), loose_files(folder)
-    try:
+    with reading(folder):
         classes = class_names(folder)
         for name in classes:
             for entry in sorted(os.scandir(os.path.join(folder, name)), key=lambda entry: entry.name):
@@ -93,8 +93,6 @@ def list_images(folder: str) -> ImageList:
                     images.append(Path(entry.path))
                 elif not entry.name.startswith("."):
                     others.append(os.path.join(name, entry.name))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read: {error.strerror}.") from error
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     if not images:
         found = listed(others, 3) or "none"

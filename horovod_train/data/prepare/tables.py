@@ -14,7 +14,7 @@ import numpy as np
 from horovod_train.data.prepare.writing import Kind, add_split_arguments, encode_rows, split_by_fraction, write_dataset
 from horovod_train.data.schema import Feature, RawDtype, Schema
 from horovod_train.data.storage import DEFAULT, Storage
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 
 Arrays = dict[str, np.ndarray]
 
@@ -96,16 +96,15 @@ def _load_arrays(arguments: argparse.Namespace, path: str) -> Arrays:
     """Load the inputs and targets. A folder of NAME.npy files works like an npz file. Raises UserError."""
     names = [*arguments.inputs, *arguments.targets]
     try:
-        if os.path.isdir(path):
-            available = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".npy"))
-            _check_names(arguments, path, arguments.inputs, available)
-            arrays = {name: np.load(os.path.join(path, f"{name}.npy"), allow_pickle=False) for name in names}
-        else:
-            with np.load(path, allow_pickle=False) as saved:
-                _check_names(arguments, path, arguments.inputs, saved.files)
-                arrays = {name: saved[name] for name in names}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        with reading(path):
+            if os.path.isdir(path):
+                available = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".npy"))
+                _check_names(arguments, path, arguments.inputs, available)
+                arrays = {name: np.load(os.path.join(path, f"{name}.npy"), allow_pickle=False) for name in names}
+            else:
+                with np.load(path, allow_pickle=False) as saved:
+                    _check_names(arguments, path, arguments.inputs, saved.files)
+                    arrays = {name: saved[name] for name in names}
     except UserError:
         raise
     except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
@@ -175,13 +174,13 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
     The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
     may have decimal commas. Columns of true and false, in any case, are 1 and 0.
     """
+    with reading(path):
+        content = storage.read_all(path)
     try:
-        text = storage.read_all(path).decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
         separator = _separator(text.partition("\n")[0])
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: is not a csv file: {error}.") from error
     if len(lines) < 2:

@@ -22,7 +22,7 @@ from horovod_train.data.files import check_regular, left_out_note, loose_files
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, one_line, reading
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
 
@@ -52,9 +52,8 @@ class NumpyArrays(FileStore):
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""
         try:
-            by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+            with reading(path):
+                by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
         except UserError:
             raise
         except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to

@@ -37,7 +37,7 @@ from horovod_train.data.random_access.store import (
 from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 from horovod_train.output.console import track
 from horovod_train.output.files import write_atomically
 from horovod_train.output.removal import Artifact
@@ -338,13 +338,10 @@ def _read_all(entries: Mapping[str, Stamps], storage: Storage) -> dict[str, str]
 
 def _digest_file(path: str, storage: Storage) -> bytes:
     digest = hashlib.sha256()
-    try:
-        with storage.opened(path) as (stamp, read):
-            for offset in range(0, stamp.size, _PIECE):
-                piece = read(_PIECE, offset)
-                digest.update(google_crc32c.value(piece).to_bytes(4, "little"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    with reading(path), storage.opened(path) as (stamp, read):
+        for offset in range(0, stamp.size, _PIECE):
+            piece = read(_PIECE, offset)
+            digest.update(google_crc32c.value(piece).to_bytes(4, "little"))
     return digest.digest()
 
 

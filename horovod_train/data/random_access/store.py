@@ -18,7 +18,7 @@ from horovod_train.config.registry import raised_at
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadedBlock, split_records
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, one_line, reading
 from horovod_train.shown_text import listed
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
@@ -96,10 +96,8 @@ class FileStamps:
         self.stamps: dict[str, Stamp] = {}
         self._storage, self._checked = storage, set[str]()
         for path in paths:
-            try:
+            with reading(path):
                 self.stamps[path] = storage.stamp(path)
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
 
     @property
     def size(self) -> int:
@@ -110,10 +108,8 @@ class FileStamps:
         if path in self._checked:
             return
         before = self.stamps[path]
-        try:
+        with reading(path, " any more"):
             now = self._storage.stamp(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read any more: {error.strerror}.") from error
         check_unchanged(path, before.size, before.mtime_ns, now)
         if is_remote(path):  # looking takes a request
             self._checked.add(path)

@@ -33,7 +33,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.data.files import INDEX_NAME, check_different, hold_lock, paths_beside, save_to_first
 from horovod_train.data.source import Blocks
 from horovod_train.data.storage import DEFAULT, ReadAt, Stamp, Stamps, Storage, map_paths
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 from horovod_train.output.console import track
 from horovod_train.output.files import open_atomically
 from horovod_train.output.removal import Artifact
@@ -192,12 +192,9 @@ def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries
 
 def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
     """Find the blocks of one file, up to where it is damaged. Raises UserError if it cannot be read."""
-    try:
-        with storage.opened(path) as (stamp, read):
-            packing = detect(read(tfrecord_framing.HEADER_BYTES, 0))
-            blocks = _scan_packed(path, packing, storage) if packing else _scan_blocks(read, stamp.size)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    with reading(path), storage.opened(path) as (stamp, read):
+        packing = detect(read(tfrecord_framing.HEADER_BYTES, 0))
+        blocks = _scan_packed(path, packing, storage) if packing else _scan_blocks(read, stamp.size)
     extents, digest, problem = blocks
     return ScannedFile(path, stamp.size, stamp.mtime_ns, packing, digest, problem), extents
 
