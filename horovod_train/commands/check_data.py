@@ -379,11 +379,10 @@ def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
     except UserError as error:
         console.print(f"not compared with data.train: {error}", markup=False)
         return 0
-    if last.data[0] and digest != last.data[0]:
+    if digest != last.data[0]:
         raise UserError(
             f"check-data: data.train does not hold the records that the run read in epoch {last.epoch}, so the record "
             "numbers above do not refer to it."
         )
-    unknown = "not compared with data.train: the run's version did not record which data it read"
-    console.print("data.train holds what the run read" if last.data[0] else unknown)
+    console.print("data.train holds what the run read")
     return 0

@@ -50,8 +50,8 @@ class Start:
     num_records: int
     global_batch_size: int
     steps_per_epoch: int
-    data: str = ""
-    """A digest of what the records hold; "" if an earlier version wrote the file."""
+    data: str
+    """A digest of what the records hold."""
     data_sets: Sequence[tuple[str, int, int]] = ()
     """Of each: its name, its records and their repeats. Records are numbered in this order, repeats one by one."""
 

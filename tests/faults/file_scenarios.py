@@ -32,7 +32,7 @@ def keep_files() -> int:
         with logs.to_file(log.write):
             output.rewind(2)
             output.write_config("seed: 1\n")
-            audit = AuditLog("run", Start(0, 0, 0, 1, num_records=8, global_batch_size=2, steps_per_epoch=4))
+            audit = AuditLog("run", Start(0, 0, 0, 1, num_records=8, global_batch_size=2, steps_per_epoch=4, data=""))
             for step in range(4):
                 audit.append(0, step, np.arange(2 * step, 2 * step + 2)[None])
                 output.append_metrics("train", step + 3, 0, {"loss": 1.0})

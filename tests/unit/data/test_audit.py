@@ -89,7 +89,7 @@ def test_an_epoch_that_is_not_over_has_no_missing_records(tmp_path: Path) -> Non
 
 def test_dropped_records_are_not_missing(tmp_path: Path) -> None:
     plan = dataclasses.replace(PLAN, drop_remainder=True)
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch))
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch, ""))
     log.append(0, 0, plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch).ids)
     log.close()
     assert short(audit(str(tmp_path))) == [(0, 6, (1,), 0, 0)]
@@ -98,7 +98,7 @@ def test_dropped_records_are_not_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("drop", [False, True])
 def test_skipped_records_are_not_missing(drop: bool, tmp_path: Path) -> None:
     plan = dataclasses.replace(PLAN, drop_remainder=drop)
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch))
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch, ""))
     rows = plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch).ids
     skipped = int(rows[2, 5])
     log.append(0, 0, np.where(rows == skipped, mark_skipped(rows), rows))
@@ -141,7 +141,7 @@ def test_a_gap_before_a_resume_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_is_flushed_is_on_disk_before_close(tmp_path: Path) -> None:
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST))
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST, ""))
     log.append(0, 0, PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2).ids)
     log.flush()
     assert short(audit(str(tmp_path))) == [(0, 2, (1,), 0, 0)]
@@ -150,7 +150,7 @@ def test_what_is_flushed_is_on_disk_before_close(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path, said: list[str]) -> None:
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST))
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST, ""))
     with no_room(log):
         for step in range(3):
             log.append(0, step, PLAN.rows(PLAN.sequence(0), 0, 1, step, step + 1).ids)
@@ -163,7 +163,7 @@ def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path, said: li
 
 def test_what_never_came_to_the_disk_is_a_hole_and_no_end(tmp_path: Path) -> None:
     for rank in range(2):
-        log = AuditLog(str(tmp_path), Start(0, 0, rank, 2, 210, 32, LAST))
+        log = AuditLog(str(tmp_path), Start(0, 0, rank, 2, 210, 32, LAST, ""))
         for step in range(LAST):
             log.append(0, step, PLAN.rows(PLAN.sequence(0), rank, 2, step, step + 1).ids)
             if (rank, step) == (1, 3):
@@ -175,7 +175,7 @@ def test_what_never_came_to_the_disk_is_a_hole_and_no_end(tmp_path: Path) -> Non
 
 
 def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path, said: list[str]) -> None:
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST))
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST, ""))
     log.append(0, 0, PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2).ids)
     with no_room(log):
         log.close()
