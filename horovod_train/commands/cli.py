@@ -91,6 +91,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def at_least_0(text: str) -> int:
+    """Parse 0, or a whole number as `count` does."""
+    return 0 if text == "0" else count(text)
+
+
 def above_0(text: str) -> float:
     """Parse a finite number above 0: the `type` of an argument."""
     if not is_number(text) or not float(text) > 0:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
-from horovod_train.commands.cli import Parser, add_config_arguments, count, load_config
+from horovod_train.commands.cli import Parser, add_config_arguments, at_least_0, count, load_config
 from horovod_train.commands.first_run import CONFIG
 from horovod_train.distributed.launch import hosts, launcher
 from horovod_train.distributed.launch.conventions import Meeting
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start again with as few as this, if hosts are lost or starts with more ranks fail; default: as -np",
     )
-    parser.add_argument("--max-restarts", type=_at_least_0, default=10, metavar="N", help="default %(default)s")
+    parser.add_argument("--max-restarts", type=at_least_0, default=10, metavar="N", help="default %(default)s")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="start the ranks there, over ssh; default: here")
     where.add_argument(
@@ -120,10 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     to_stderr(f"launch: {plan.how}")
     return Supervisor(program, plan, plan.ranks, min_np, arguments.max_restarts).run()
-
-
-def _at_least_0(text: str) -> int:
-    return 0 if text == "0" else count(text)
 
 
 class NotEnough(Exception):

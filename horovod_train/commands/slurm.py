@@ -25,6 +25,7 @@ import yaml
 from horovod_train.commands.cli import (
     Parser,
     add_config_arguments,
+    at_least_0,
     config_parts,
     count,
     like,
@@ -311,9 +312,7 @@ class Option(NamedTuple):
 
 OPTIONS = {
     "nodes": Option(count, "N", "hosts (1)"),
-    "gpus_per_node": Option(
-        lambda word: 0 if word == "0" else count(word), "N", "GPUs of a host, all used (0: on CPUs)"
-    ),
+    "gpus_per_node": Option(at_least_0, "N", "GPUs of a host, all used (0: on CPUs)"),
     "tasks_per_node": Option(count, "N", "ranks on a host; default: GPUs / device.per_rank, or 1"),
     "cpus_per_task": Option(count, "N", f"default: {CPUS_PER_GPU} for a GPU, else 1"),
     "gres": Option(_name, "NAME[:TYPE]:N", "in place of --gpus-per-node, such as gpu:a100:4; also others"),

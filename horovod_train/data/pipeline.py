@@ -40,7 +40,7 @@ from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffl
 from horovod_train.data.parsing import build_parser, zero_rows
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
-from horovod_train.data.source import Arrays, Blocks, Data, Parser, RecordSource, mark_skipped
+from horovod_train.data.source import Arrays, Data, Parser, RecordSource, mark_skipped
 from horovod_train.data.transforms import Transforms, apply_preprocess, image_problem, load_preprocess
 from horovod_train.errors import UserError
 
@@ -117,8 +117,15 @@ class Pipeline(BatchSource):
 
     @property
     def bytes_to_cache(self) -> int:
-        """Return the memory that this rank uses in the end with `cache: memory`."""
-        return bytes_to_cache(self._records.source.blocks, self._parser)
+        """Return the memory that this rank uses in the end with `cache: memory`: of strings the stored bytes."""
+        sizes = [
+            np.dtype(dtype).itemsize * math.prod(self._parser.shapes[name])
+            for name, dtype in self._parser.dtypes.items()
+            if dtype != "string"
+        ]
+        blocks = self._records.source.blocks
+        stored = blocks.total_bytes if len(sizes) < len(self._parser.dtypes) else 0
+        return blocks.num_records * sum(sizes) + stored
 
     @property
     def skipped(self) -> set[int]:
@@ -434,17 +441,6 @@ class ParsedCache:
         for name, array in arrays.items():
             self._arrays[name][records] = array
         self._is_filled[records] = True
-
-
-def bytes_to_cache(blocks: Blocks, parser: Parser) -> int:
-    """Return the size of all parsed records; for strings, and so for images, the number of stored bytes."""
-    sizes = {
-        name: np.dtype(dtype).itemsize * math.prod(parser.shapes[name])
-        for name, dtype in parser.dtypes.items()
-        if dtype != "string"
-    }
-    stored = blocks.total_bytes if len(sizes) < len(parser.dtypes) else 0
-    return blocks.num_records * sum(sizes.values()) + stored
 
 
 def check_room_to_cache(bytes_each: int, ranks_on_host: int) -> None:

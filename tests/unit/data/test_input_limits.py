@@ -14,7 +14,7 @@ from PIL import Image
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline, bytes_to_cache, check_room_to_cache
+from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline, check_room_to_cache
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -160,4 +160,4 @@ def test_an_image_one_pixel_wide_can_be_cropped_at_random(tmp_path: Path, size: 
 def test_the_bytes_of_a_record_do_not_matter_to_a_cache_of_numbers(tmp_path: Path) -> None:
     write_file(tmp_path / "a.tfrecord", [image_record(number) for number in range(5)])
     made = pipeline(config(tmp_path, features={"label": "int64"}, inputs=("label",)))
-    assert bytes_to_cache(made._records.source.blocks, made._parser) == 5 * 8
+    assert made.bytes_to_cache == 5 * 8
