@@ -264,8 +264,13 @@ class _ReadAhead:
         return joined[offset - first * _REMOTE_PIECE : end - first * _REMOTE_PIECE]
 
 
-_DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "hdfs": ("pyarrow", "hdfs"), "memory": ("fsspec", "s3")}
-"""Scheme of a URL → the module of its driver, and the extra that installs it."""
+_DRIVERS: dict[str, Callable[[str], object]] = {
+    "s3": lambda where: import_extra("s3fs", "s3", where),
+    "gs": lambda where: import_extra("gcsfs", "gs", where),
+    "hdfs": lambda where: import_extra("pyarrow", "hdfs", where),
+    "memory": lambda where: import_extra("fsspec", "s3", where),
+}
+"""Scheme of a URL → what imports its driver, or says how to install it."""
 
 Fetch = Callable[[Any, str, int, int, str | None, float], bytes]
 """(file system, path in it, first byte, end, version or None for any, seconds) → the bytes between. Raises
@@ -318,7 +323,7 @@ class FileSystem(NamedTuple):
 def open_file_system(url: str) -> FileSystem:
     """Find the file system of a URL. fsspec keeps one for each server and process, so this is quick."""
     scheme = url.partition("://")[0]
-    import_extra(*_DRIVERS[scheme], url)
+    _DRIVERS[scheme](url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
         # A cached listing would hide that files have changed.
