@@ -128,6 +128,7 @@ def compare_digits(day: Day) -> Found:
     Without a GPU the first run has another number of threads, and so other sums.
     """
     from horovod_train.checkpoint.manager import open_checkpoint
+    from horovod_train.checkpoint.tensors import read_arrays
 
     runs = {"gpu": ({}, ["device.intra_op_threads=1"] * day.cpu), "cpu": (HIDE_GPU, [])}
     found: Found = {"eval": {}, "devices": {}}
@@ -136,7 +137,7 @@ def compare_digits(day: Day) -> Found:
         summary, text = train(day, name, *words, environment=environment)
         found["eval"][name] = summary["eval"]
         found["devices"][name] = re.findall(r"^rank 0 .* uses (.+?);", text, re.MULTILINE)[0]
-    arrays = [open_checkpoint(str(day.folder / name), "digits").read() for name in runs]
+    arrays = [read_arrays(open_checkpoint(str(day.folder / name), "digits")) for name in runs]
     found["largest_difference"] = largest_difference(*arrays)
     expect(day.cpu or found["devices"]["gpu"].startswith("GPU"), "a run on the GPU", found)
     expect(found["largest_difference"] <= TOLERANCE, f"equal within {TOLERANCE}", found)

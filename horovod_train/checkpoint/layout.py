@@ -12,9 +12,9 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
-from horovod_train.checkpoint.manifest import MANIFEST, Damaged, reason
+from horovod_train.checkpoint.manifest import MANIFEST, Checkpoint, Damaged, reason
 from horovod_train.config.settings import CheckpointConfig
 from horovod_train.errors import UserError
 
@@ -28,25 +28,14 @@ STEP_NAME = r"step-\d{9,}"
 """Pattern of the names of checkpoints."""
 
 
-class WithConfig(Protocol):
-    """Has the config under which a checkpoint was written, and at which path its run began; "" if it does not say."""
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def began_at(self) -> str: ...
+Read = Callable[[Path], Checkpoint]
+"""How a checkpoint is read: `verify` or `read_manifest`."""
 
 
-Read = TypeVar("Read")
-
-Written = TypeVar("Written", bound=WithConfig)
-
-
-class ResumePoint(NamedTuple, Generic[Written]):
+class ResumePoint(NamedTuple):
     """The checkpoint that a run starts from; by step, the damaged ones that are skipped."""
 
-    checkpoint: Written | None
+    checkpoint: Checkpoint | None
     damaged: Mapping[int, Damaged]
     instead_of: str = ""
     """The path in checkpoint.resume, if the run began there and resumes from its own newest checkpoint."""
@@ -93,7 +82,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     return []
 
 
-def newest_whole(folder: Path, read: Callable[[Path], Read]) -> tuple[Read | None, dict[int, Damaged]]:
+def newest_whole(folder: Path, read: Read) -> tuple[Checkpoint | None, dict[int, Damaged]]:
     """Return the newest checkpoint in a checkpoints folder that `read` accepts as not damaged.
 
     Also returns, by step, the damage of newer ones. Raises OSError.
@@ -107,7 +96,7 @@ def newest_whole(folder: Path, read: Callable[[Path], Read]) -> tuple[Read | Non
     return None, damaged
 
 
-def read_at(path: str, where: str, read: Callable[[Path], Read]) -> Read:
+def read_at(path: str, where: str, read: Read) -> Checkpoint:
     """Return what `read` returns for the checkpoint at a path; for the newest if the path stands for several.
 
     where: the setting that the path came from, for the UserError if there is none or it is damaged.
@@ -131,13 +120,7 @@ def path_in(resume: str) -> str:
     return "" if resume in ("auto", "never") else resume
 
 
-def origin(checkpoint: WithConfig) -> str:
-    """Return the path at which the run of a checkpoint began, as checkpoint.resume named it; "" if at none."""
-    # Earlier versions saved only the config.
-    return checkpoint.began_at or path_in(checkpoint.config.get("checkpoint", {}).get("resume", "auto"))
-
-
-def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> ResumePoint[Written]:
+def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     """Return the checkpoint that a run starts from: the newest whole one (auto), none (never), or the one at a path.
 
     folder: the run's checkpoints. A run that began at a path and is given it again, for example if it is requeued,
@@ -158,7 +141,7 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Re
     except OSError as error:
         raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
     if resume != "auto":
-        began_at = origin(checkpoint) if checkpoint else ""
+        began_at = checkpoint.facts.began_at if checkpoint else ""
         if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
             return ResumePoint(checkpoint, damaged, instead_of=resume)
         start = read_at(resume, "checkpoint.resume", read)

@@ -1,7 +1,7 @@
 """Manages the checkpoints of a run: finds the one to start from, saves in the background, keeps newest and best.
 
 Does not decide when to save, or which is best; see training.hooks. Only root has a store: it reads and writes, and the
-other ranks get everything by broadcast. tensors defines the content of one checkpoint.
+other ranks get everything by broadcast. manifest and tensors define the content of one checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from horovod_train.checkpoint.layout import (
     step_of,
     steps_in,
 )
-from horovod_train.checkpoint.manifest import MANIFEST, Damaged, reason
-from horovod_train.checkpoint.tensors import PREFIX, Checkpoint, Facts, sync, verify, write
+from horovod_train.checkpoint.manifest import MANIFEST, PREFIX, Checkpoint, Damaged, Facts, reason, verify
+from horovod_train.checkpoint.tensors import sync, write
 from horovod_train.errors import UserError
 from horovod_train.output.removal import Artifact, check, remove, rename, replace
 

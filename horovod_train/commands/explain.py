@@ -25,8 +25,9 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from horovod_train.checkpoint import manifest
 from horovod_train.checkpoint.layout import CHECKPOINTS, newest_whole, step_name
-from horovod_train.checkpoint.manifest import Damaged, reason, verify
+from horovod_train.checkpoint.manifest import Damaged, reason
 from horovod_train.commands.cli import require_run
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RanksDisagree, UserError
@@ -212,19 +213,18 @@ def _last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     folder = run_dir / CHECKPOINTS
     try:
-        newest, damaged = newest_whole(folder, _read)
+        newest, damaged = newest_whole(folder, _verify)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
-    return newest, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
+    found = Checkpoint(str(newest.folder), newest.facts.step) if newest else None
+    return found, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
 
 
-def _read(folder: Path) -> Checkpoint:
+def _verify(folder: Path) -> manifest.Checkpoint:
     try:
-        return Checkpoint(str(folder), int(verify(folder)["step"]))
+        return manifest.verify(folder)
     except UserError as error:  # Only a later version can read it.
         raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its manifest has no step: {error}") from error
 
 
 def _judge(

@@ -32,7 +32,7 @@ from horovod_train.checkpoint.layout import (
     lack_of_room,
     most_at_once,
 )
-from horovod_train.checkpoint.manifest import Damaged, read_manifest
+from horovod_train.checkpoint.manifest import Checkpoint, read_manifest
 from horovod_train.commands.cli import (
     above_0,
     add_config_arguments,
@@ -130,7 +130,7 @@ def _look(
         sizes, model_faults = plan_model.build(config, outlook)
         faults += model_faults
     if sizes is None and start is not None:
-        sizes = Sizes(f"as the checkpoint of step {start.step}", start.size)
+        sizes = Sizes(f"as the checkpoint of step {start.facts.step}", start.size)
     known = sizes or Sizes("unknown, because the model was not built")
     facts, second_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
     lack = _attempt(lambda: _lack_of_room(config, facts), faults)
@@ -171,30 +171,13 @@ def _wrong_paths(config: Config) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What the manifest of a checkpoint says. size: bytes of its files. ranks: None if it does not say."""
-
-    folder: Path
-    step: int
-    ranks: int | None
-    size: int
-    config: Mapping[str, Any]
-    began_at: str
-
-    @property
-    def global_batch_size(self) -> int | None:
-        size = self.config.get("data", {}).get("global_batch_size")
-        return size if isinstance(size, int) else None
-
-
-@dataclass(frozen=True)
 class Outlook:
     """A run that has not begun, as its config and records determine it. `unresolved`: the config before `resolve`."""
 
     unresolved: Config
     config: Config
     ranks: int
-    start: Start | None
+    start: Checkpoint | None
     records: Records
     eval_records: Records | None
     plan: Plan
@@ -224,7 +207,7 @@ class Pace:
     time_s: float | None
 
 
-def find_resume(config: Config) -> tuple[Start | None, list[str]]:
+def find_resume(config: Config) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that a run of this config would resume from, and sentences about others that it skips.
 
     Finds it as the run does, but checks only its manifest and the sizes of its files. Raises UserError if the run would
@@ -233,24 +216,15 @@ def find_resume(config: Config) -> tuple[Start | None, list[str]]:
     if config.output_dir is None:
         return None, []
     folder = Path(config.output_dir) / CHECKPOINTS
-    point = find_start(folder, config.checkpoint.resume, _read)
+    point = find_start(folder, config.checkpoint.resume, read_manifest)
     notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in point.damaged.items()]
     return point.checkpoint, [*notes, *filter(None, [point.explanation()])]
 
 
-def _read(folder: Path) -> Start:
-    manifest = read_manifest(folder)
-    try:
-        size = sum(file["bytes"] for file in manifest["files"].values())
-        config, began_at = manifest.get("config") or {}, manifest.get("began_at") or ""
-        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, config, began_at)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its manifest lacks what plan shows: {error}") from error
-
-
-def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
+def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outlook:
     """Open the records and lay out the epochs. Raises UserError. start: the checkpoint to resume from."""
-    unresolved, config = config, resolve(config, ranks, start.global_batch_size if start else None)
+    batch_before = start.facts.setting("data.global_batch_size") if start else None
+    unresolved, config = config, resolve(config, ranks, batch_before)
     records = open_records(config.data, "train")
     eval_records = None
     if config.data.eval:
@@ -367,11 +341,11 @@ def _records(records: Records, config: Config) -> Facts:
     }
 
 
-def _resume(start: Start | None, horizon: Horizon) -> Facts | None:
+def _resume(start: Checkpoint | None, horizon: Horizon) -> Facts | None:
     if start is None:
         return None
-    left = max(0, horizon.total_steps - start.step)
-    return {"path": str(start.folder), "step": start.step, "ranks": start.ranks, "steps_left": left}
+    left = max(0, horizon.total_steps - start.facts.step)
+    return {"path": str(start.folder), "step": start.facts.step, "ranks": start.facts.ranks, "steps_left": left}
 
 
 def _time(outlook: Outlook, pace: Pace) -> Facts | None:
@@ -379,7 +353,7 @@ def _time(outlook: Outlook, pace: Pace) -> Facts | None:
 
     If a time is given instead, return the throughput that it needs.
     """
-    done = min(outlook.start.step, outlook.horizon.total_steps) if outlook.start else 0
+    done = min(outlook.start.facts.step, outlook.horizon.total_steps) if outlook.start else 0
     work = _records_used(outlook, outlook.horizon.total_steps) - _records_used(outlook, done)
     if pace.examples_per_s is not None:
         seconds = work / pace.examples_per_s

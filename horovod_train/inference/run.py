@@ -18,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.checkpoint.manager import open_checkpoint
-from horovod_train.checkpoint.tensors import Checkpoint, load
+from horovod_train.checkpoint.manifest import Checkpoint
+from horovod_train.checkpoint.tensors import array_names, load
 from horovod_train.config.settings import AUTO, Config, DataConfig
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.data.dataset import Records, class_names
@@ -50,7 +51,7 @@ _MOST_BYTES = 16 << 20
 class Trained:
     """A trained model on the ranks of a group. checkpoint: its folder; step, epoch, records: when it was saved.
 
-    class_names: of the training records, by feature; none if an earlier version saved.
+    class_names: of the training records, by feature.
     """
 
     group: WorkerGroup
@@ -189,7 +190,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
     Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
     checkpoint is of another model, or has no moving averages.
     """
-    saved = checkpoint.names()
+    saved = array_names(checkpoint)
     has_averages = any(name.startswith("ema/") for name in saved)
     if weights == "ema" and not has_averages:
         raise UserError(

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.checkpoint.manifest import Damaged
+from horovod_train.checkpoint.tensors import read_arrays
 from horovod_train.config.registry import find, load_function, raised_at, suggest
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.random_access.hdf5 import open_hdf5
@@ -262,7 +263,7 @@ def _from_run(path: str) -> Arrays:
     """Return the weights of a checkpoint, or their moving averages if it holds any, as in evaluation."""
     checkpoint = open_checkpoint(path, _WHERE)
     try:
-        arrays = checkpoint.read()
+        arrays = read_arrays(checkpoint)
     except Damaged as error:
         raise UserError(f"{_WHERE}: {checkpoint.folder}: {error}.") from error
     weights: Arrays = {}

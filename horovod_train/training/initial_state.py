@@ -18,7 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.tensors import Checkpoint, Facts, load
+from horovod_train.checkpoint.manifest import Checkpoint, Facts
+from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.rules import resolve
@@ -39,11 +40,6 @@ _TABLES: tuple[type[Any], ...] = (
     tf.lookup.experimental.DenseHashTable,
 )
 log = logging.getLogger(__name__)
-
-
-def batch_of(checkpoint: Checkpoint | None) -> int | None:
-    """Return the global batch size of the run that wrote the checkpoint."""
-    return checkpoint.facts.setting("data.global_batch_size") if checkpoint else None
 
 
 def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Config:

@@ -47,7 +47,7 @@ from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
 from horovod_train.shown_text import listed
 from horovod_train.training.build import build_components, build_first_model
-from horovod_train.training.initial_state import batch_of, resolve_as_before
+from horovod_train.training.initial_state import resolve_as_before
 from horovod_train.training.run_record import PhaseTimes, Run
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
@@ -94,7 +94,8 @@ def open_run(config: Config) -> Iterator[Run]:
             saved = config.checkpoint
             store = open_store(output.directory, saved.keep, lease.is_ours, saved.max_failed_saves)
             checkpoint = store.find(config.checkpoint.resume)
-        batch_before = group.broadcast_object(batch_of(checkpoint))
+        batch_before = checkpoint.facts.setting("data.global_batch_size") if checkpoint else None
+        batch_before = group.broadcast_object(batch_before)
         with group.raise_together():
             config = resolve_as_before(config, group.size, batch_before)
         _introduce(group, config)

@@ -85,8 +85,10 @@ def save_checkpoints(resume: str = "auto", course: float = 0.0) -> int:
 
 
 def save_three_times(resume: str, course: float) -> int:
+    from horovod_train.checkpoint.layout import path_in
     from horovod_train.checkpoint.manager import open_store
-    from horovod_train.checkpoint.tensors import Best, Facts
+    from horovod_train.checkpoint.manifest import Best, Facts
+    from horovod_train.checkpoint.tensors import read_arrays
     from horovod_train.errors import RunError
 
     run = Path("run")
@@ -102,13 +104,14 @@ def save_three_times(resume: str, course: float) -> int:
             "model/kernel": np.full((3, 5), step + course, np.float32),
             "progress/step": np.asarray(step, np.int64),
         }
-        store.save(arrays, Facts(step, 1, 64, 2, config, {"keras": "3"}, best=Best("loss", 0.5, first + 1)))
+        best, began_at = Best("loss", 0.5, first + 1), path_in(resume)
+        store.save(arrays, Facts(step, 1, 64, 2, config, {"keras": "3"}, best=best, began_at=began_at))
     if failure := store.wait():
         raise RunError(failure)
     newest = store.find("auto")
     assert newest is not None
     assert newest.facts.step == first + 3  # and not one that was left
-    assert (newest.read()["model/kernel"] == first + 3 + course).all()
+    assert (read_arrays(newest)["model/kernel"] == first + 3 + course).all()
     return 0
 
 
@@ -134,13 +137,13 @@ def leave_a_course() -> int:
 def of_either_course(here: Path, plain: Path) -> list[str]:
     """What has its name is whole, and of the old course or of the new one."""
     from horovod_train.checkpoint.layout import steps_in
-    from horovod_train.checkpoint.manifest import Damaged
-    from horovod_train.checkpoint.tensors import verify
+    from horovod_train.checkpoint.manifest import Damaged, verify
+    from horovod_train.checkpoint.tensors import read_arrays
 
     folder, found = here / "run/checkpoints", []
     for step in steps_in(folder):
         try:
-            kernel = verify(folder / f"step-{step:09d}").read()["model/kernel"]
+            kernel = read_arrays(verify(folder / f"step-{step:09d}"))["model/kernel"]
         except Damaged as error:
             found.append(f"step {step}: {error}")
             continue
@@ -204,7 +207,8 @@ def careless() -> int:
     """Writes as this package must not: failures are ignored, and a checkpoint has its name before it is whole."""
     from contextlib import suppress
 
-    from horovod_train.checkpoint.tensors import Facts, write
+    from horovod_train.checkpoint.manifest import Facts
+    from horovod_train.checkpoint.tensors import write
 
     place = Path("run/checkpoints/step-000000001")
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from horovod_train.checkpoint.layout import origin, path_in
-from horovod_train.checkpoint.tensors import Best, Facts
+from horovod_train.checkpoint.layout import path_in
+from horovod_train.checkpoint.manifest import Best, Facts
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.distributed import consistency
@@ -98,7 +98,7 @@ def check_agreement(run: Run, step: int) -> None:
 def _facts(run: Run) -> Facts:
     state, parts = run.state, run.parts
     best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
-    resumed_from = origin(run.checkpoint) if run.checkpoint else ""
+    resumed_from = run.checkpoint.facts.began_at if run.checkpoint else ""
     return Facts(
         step=int(state.step),
         epoch=int(state.epoch),

@@ -33,6 +33,7 @@ from conftest import (
 )
 
 from horovod_train.checkpoint.manager import open_checkpoint
+from horovod_train.checkpoint.tensors import read_arrays
 from horovod_train.data.audit import audit
 
 CONFIG = """
@@ -352,7 +353,7 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 75, job.log.read_text()
     assert summary_of(tmp_path / "run")["eval"] == {}
-    saved = open_checkpoint(str(tmp_path / "run"), "--checkpoint").read()
+    saved = read_arrays(open_checkpoint(str(tmp_path / "run"), "--checkpoint"))
     averages = {name.removeprefix("ema/"): array for name, array in saved.items() if name.startswith("ema/")}
     assert averages
     assert all(np.abs(saved[f"model/{path}"] - average).max() > 1e-3 for path, average in averages.items())
@@ -423,7 +424,7 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
     for exit_code in (75, 0):  # stopped at its last step; then only the end is left to do
         finished = train([*words, "data.eval=[]"])
         assert (summary_of(run)["steps"], finished.returncode) == (17, exit_code), finished.text
-        arrays = open_checkpoint(str(run), "--checkpoint").read()
+        arrays = read_arrays(open_checkpoint(str(run), "--checkpoint"))
         saved.append({name: array for name, array in arrays.items() if re.fullmatch("model/.*kernel", name)})
     stopped, ended = saved
     for name, kernel in stopped.items():

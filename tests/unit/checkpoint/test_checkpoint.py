@@ -24,10 +24,10 @@ import tensorflow as tf
 from conftest import HANGS_AFTER_S
 
 from horovod_train.checkpoint import manifest, tensors
-from horovod_train.checkpoint.layout import most_at_once, origin
+from horovod_train.checkpoint.layout import most_at_once
 from horovod_train.checkpoint.manager import CheckpointStore, Store, open_checkpoint, open_store
-from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
-from horovod_train.checkpoint.tensors import Best, Facts, load, verify
+from horovod_train.checkpoint.manifest import MANIFEST, Best, Damaged, Facts, pack, verify
+from horovod_train.checkpoint.tensors import load, read_arrays
 from horovod_train.config.settings import CheckpointConfig, Watched
 from horovod_train.errors import UserError
 from horovod_train.output import logs
@@ -90,7 +90,7 @@ class Run:
     def found(self) -> int:
         found = self.store.find("auto")
         assert found is not None
-        assert np.all(found.read()["model/conv1/kernel"] == found.facts.step)
+        assert np.all(read_arrays(found)["model/conv1/kernel"] == found.facts.step)
         return found.facts.step
 
 
@@ -120,7 +120,7 @@ def test_what_is_saved_is_read_back_bit_for_bit(run: Run) -> None:
     assert found is not None
     assert found.folder == run.place(460)
     assert found.facts == told
-    back = found.read()
+    back = read_arrays(found)
     assert back.keys() == saved.keys()
     for name, array in saved.items():
         assert (back[name].dtype, back[name].shape) == (array.dtype, array.shape), name
@@ -328,7 +328,7 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_newest_when_it_is_start
     other = Run(run.directory.parent / "other")
     assert (begun := other.store.find(path)) is not None
     assert begun.folder == run.place(2)
-    own = dataclasses.replace(facts(5), config=CONFIG | {"checkpoint": {"resume": path}})
+    own = dataclasses.replace(facts(5), began_at=path)
     other.store.save(arrays(5), own)
     other.store.wait()
     again = other.store.find(f"{path}/")
@@ -338,7 +338,7 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_newest_when_it_is_start
         f"checkpoint.resume: this run began at {path}/, and resumes from its own newest checkpoint. "
         "To begin there again, choose another --output-dir."
     ]
-    by_auto = dataclasses.replace(facts(6), began_at=origin(again))
+    by_auto = dataclasses.replace(facts(6), began_at=again.facts.began_at)
     other.store.save(arrays(6), by_auto)
     other.store.wait()
     other.place(5).rename(other.place(7))  # Its name is not that of its files: damaged, and newer than 6.
@@ -421,7 +421,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(run: Run) -> None:
     assert run.store.wait() is None
     found = run.store.find("auto")
     assert found is not None
-    assert (found.facts.epoch, "more" in found.read()) == (9, True)
+    assert (found.facts.epoch, "more" in read_arrays(found)) == (9, True)
     assert run.names() == {"step-000000001", "step-000000002"}
 
 
@@ -694,7 +694,8 @@ def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path: Path, rounds: i
         for name in places:
             found = verify(run.folder / name)
             assert f"step-{found.facts.step:09d}" == name
-            assert {float(value) for array in found.read().values() for value in np.unique(array)} == {found.facts.step}
+            values = {float(value) for array in read_arrays(found).values() for value in np.unique(array)}
+            assert values == {found.facts.step}
         # What was said to be whole is there, and at most one that was whole before it could be said.
         assert run.found() in (whole, whole + 1)
         assert run.said == []

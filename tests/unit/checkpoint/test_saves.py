@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from horovod_train.checkpoint import manager
 from horovod_train.checkpoint.manager import CheckpointStore, Store, open_checkpoint, open_store
-from horovod_train.checkpoint.tensors import Facts, verify, write
+from horovod_train.checkpoint.manifest import Facts, verify
+from horovod_train.checkpoint.tensors import read_arrays, write
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
@@ -66,7 +67,7 @@ def test_arrays_of_every_kind_are_written_without_a_change(tmp_path: Path) -> No
     others = {"read_only": read_only, "part": VALUES["matrix"][:, 1:], "bfloat16": np.ones(3, ml_dtypes.bfloat16)}
     facts = Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={})
     write(tmp_path / "a", {**VALUES, **others}, facts)
-    saved = verify(tmp_path / "a").read()
+    saved = read_arrays(verify(tmp_path / "a"))
     assert saved.keys() == {*VALUES, *others}
     for name, value in {**VALUES, **others}.items():
         assert (saved[name].dtype, saved[name].shape) == (value.dtype, value.shape)
@@ -159,7 +160,7 @@ def test_a_save_that_is_due_while_one_is_written_waits_before_it_copies(tmp_path
     assert (copies.taken, copies.taken_too_early) == (4, 0)
     assert store.wait() is None
     for step in range(1, 5):
-        saved = open_checkpoint(str(tmp_path / "checkpoints" / f"step-{step:09}"), "test").read()
+        saved = read_arrays(open_checkpoint(str(tmp_path / "checkpoints" / f"step-{step:09}"), "test"))
         (kernel,) = (array for name, array in saved.items() if name.endswith("kernel"))
         np.testing.assert_array_equal(np.unique(kernel), [step])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, pack, sha256
+from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, Facts, pack, sha256
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
 from horovod_train.distributed.launch.local import launch_command
@@ -50,9 +51,12 @@ class Run:
     def checkpoint(self, step: int, size: int = 3) -> Path:
         folder = self.folder / "checkpoints" / f"step-{step:09d}"
         folder.mkdir(parents=True)
-        (folder / "state.index").write_bytes(b"abc")
-        about = {"bytes": size, "sha256": sha256(folder / "state.index")}
-        (folder / MANIFEST).write_bytes(pack({"format": FORMAT, "step": step, "files": {"state.index": about}}))
+        files = {}
+        for name in ("state.index", "state.data-00000-of-00001"):
+            (folder / name).write_bytes(b"abc")
+            files[name] = {"bytes": size, "sha256": sha256(folder / name)}
+        facts = dataclasses.asdict(Facts(step, epoch=0, records=0, ranks=1, config={}, versions={}))
+        (folder / MANIFEST).write_bytes(pack({"format": FORMAT, **facts, "written_at": "", "files": files}))
         return folder
 
 

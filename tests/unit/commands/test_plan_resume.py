@@ -13,7 +13,8 @@ import pytest
 from made_records import make_images
 
 from horovod_train.checkpoint.manager import open_store
-from horovod_train.checkpoint.tensors import Facts, write
+from horovod_train.checkpoint.manifest import Facts
+from horovod_train.checkpoint.tensors import write
 from horovod_train.commands.plan import find_resume
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import UserError
@@ -38,7 +39,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(tmp_path / "run", 25, "step-000000025.damaged")
     save(tmp_path / "other", 3)
     save(tmp_path / "other", 7)
-    save(tmp_path / "again", 9, config={"checkpoint": {"resume": "other"}})
+    save(tmp_path / "again", 9, config={"checkpoint": {"resume": "other"}}, began_at="other")
     save(tmp_path / "by-auto", 8, config={"checkpoint": {"resume": "auto"}}, began_at="other")
     next(save(tmp_path / "broken", 4).glob("state.data*")).write_bytes(b"")
     monkeypatch.chdir(tmp_path)
