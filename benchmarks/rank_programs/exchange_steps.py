@@ -11,23 +11,22 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
 from rank_programs.timing import SYSTEMS
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.batch_source import Batch, Batches, StepSize
+from horovod_train.data.batch_source import Batch, Batches, BatchSource, StepSize
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.models import build_model
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build import build_training
 from horovod_train.training.compiled import compile_model
-from horovod_train.training.state import TrainState
 from horovod_train.training.sync import CombineList, EveryStep, Exchanged
 
 WINDOWS = 5
@@ -76,7 +75,7 @@ def measure(group: WorkerGroup, system: str, seconds: float, kinds: Sequence[str
     for _ in range(WINDOWS):
         for kind, trainer in trainers.items():
             rates[kind].append(trainer.window())
-    weights = trainers[kinds[0]].state.model.trainable_variables
+    weights = trainers[kinds[0]].model.trainable_variables
     return {**rates, "gradient_bytes": sum(math.prod(weight.shape) * 4 for weight in weights)}
 
 
@@ -87,7 +86,7 @@ class Trainer:
         keras.utils.set_random_seed(1)
         rows, self._steps, rate, momentum = SYSTEMS[name]
         self._group, self._calls, self._size = group, 1, StepSize(rows, is_full=True)
-        model = build_model(Spec(name))
+        self.model = model = build_model(Spec(name))
         model.compile(
             keras.optimizers.SGD(rate, momentum=momentum, nesterov=bool(momentum)),
             keras.losses.get({"class_name": LOSSES[name], "config": {"from_logits": True}}),
@@ -95,9 +94,9 @@ class Trainer:
         config, batch = Config(), build_batch(name, group.size)
         compiled = compile_model(config, model, Horizon(rows * group.size, 1, 1))
         spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch)
-        training = build_training(config, group, compiled, Synthetic(spec))
-        self.state = TrainState(model, training.optimizers, synchronization=synchronization)
-        self._step = training.make_step(self.state)
+        source = SimpleNamespace(scaled_spec=spec, has_weights=False, scaled=lambda batch: batch)
+        self._step = build_training(config, group, compiled, cast(BatchSource, source), {})
+        self._step.state.synchronization = self._step.update.synchronization = synchronization
         chunk = tf.nest.map_structure(lambda values: tf.stack([values] * self._steps), batch)
         self._batches = Batches(tf.data.Dataset.from_tensors(chunk).repeat())
 
@@ -119,17 +118,6 @@ class Trainer:
             self._step.run(self._batches, self._steps, self._size)
         self._group.barrier()
         return self._calls * self._steps / (time.perf_counter() - began)
-
-
-@dataclass(frozen=True)
-class Synthetic:
-    """What a step is built for."""
-
-    scaled_spec: Batch
-    has_weights: bool = False
-
-    def scaled(self, batch: Batch) -> Batch:
-        return batch
 
 
 def build_batch(name: str, size: int) -> Batch:

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import keras
 import tensorflow as tf
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config, Watched
-from horovod_train.data.batch_source import Batch, BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records
 from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
@@ -38,7 +38,6 @@ from horovod_train.training.state import (
     Averages,
     AverageSlots,
     MovingAverages,
-    OptimizerAverages,
     TrainState,
     find_seeds,
 )
@@ -116,21 +115,20 @@ def build_components(
         if isinstance(records, Records):
             compiled.check_classes(records.schema)
             compiled.check_loss(records.schema)
-    training = build_training(config, group, compiled, train)
-    evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
-    _check_watched(config, evaluation)
-    find_layers(model, config.log.activations)
-    check_names(model, config.log.graph_names)
     # Always create both, so that a checkpoint loads whether or not the option is on.
     best = BestTracker("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     tracked = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
+    train_step = build_training(config, group, compiled, train, tracked)
+    state, warnings = train_step.state, tuple(list_warnings(config, group.size, train_step))
+    evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
+    _check_watched(config, evaluation)
+    find_layers(model, config.log.activations)
+    check_names(model, config.log.graph_names)
     callbacks = load_callbacks(config.callbacks)
-    state = build_state(config, group, model, training, tracked)
     state.failure.name_record = train.name_record
     freezing.apply(0)
-    train_step = training.make_step(state)
     epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
     callbacks.attach(model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=horizon.steps_per_epoch)
     evaluated_names = [f"val_{name}" for name in evaluation.metrics.names] if evaluation else []
@@ -146,39 +144,12 @@ def build_components(
         evaluated=evaluated,
         last_step=horizon.total_steps,
         freezing=freezing,
-        origins=training.origins,
+        origins=tuple(compiled.origins(train_step.update.optimizers.by_path)),
         keeps_compiled_rate=compiled.takes["optimizer"] and config.lr_schedule.base_lr is None,
         averages=_use_of_averages(state.averages, callbacks, evaluation),
         callbacks=callbacks,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
-        warnings=training.warnings,
-    )
-
-
-def build_state(
-    config: Config, group: WorkerGroup, model: keras.Model, training: Training, tracked: Mapping[str, tf.Variable]
-) -> TrainState:
-    averages: Averages = training.averages or MovingAverages(model, config.train.ema_decay)
-    if training.averages and config.train.ema_decay is not None:
-        raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
-    # Slots of an optimizer are among its variables.
-    averaged = [] if averages.are_of_optimizer else list(averages.variables.values())
-    optimizers, exchange = training.optimizers, training.exchange
-    strategy = build_strategy(
-        SyncParts(
-            config.train,
-            group,
-            model,
-            functools.partial(exchange.combine_each, name="settled.gradient"),
-            optimizers.variables,
-            [*optimizers.learning_rates.values()],
-            training.forward_state.variables,
-            averaged,
-            config.horovod.sparse_as_dense,
-        )
-    )
-    return TrainState(
-        model, optimizers, tracked, averages=averages, synchronization=strategy, knows_loss=training.knows_loss
+        warnings=warnings,
     )
 
 
@@ -269,36 +240,10 @@ def _check_watched(config: Config, evaluation: EvalStep | None) -> None:
             raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(names)}.")
 
 
-class Batched(Protocol):
-    """What a step is built for: the batches of a BatchSource."""
-
-    @property
-    def scaled_spec(self) -> Batch: ...
-
-    @property
-    def has_weights(self) -> bool: ...
-
-    def scaled(self, batch: Batch) -> Batch: ...
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a state is built with, and then a step with the state. The optimizers have their slots."""
-
-    optimizers: Optimizers
-    exchange: GradientExchange
-    forward_state: ForwardState
-    knows_loss: bool
-    """Whether the step calls `compute_loss`."""
-    make_step: Callable[[TrainState], TrainStep]
-    origins: tuple[str, ...]
-    warnings: tuple[str, ...]
-    averages: OptimizerAverages | None
-    """Those that the optimizer keeps, if it does."""
-
-
-def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train: Batched) -> Training:
-    """Try the model's train_step, build slots, and distribute its optimizers. Raises UserError."""
+def build_training(
+    config: Config, group: WorkerGroup, compiled: Compiled, train: BatchSource, tracked: Mapping[str, tf.Variable]
+) -> TrainStep:
+    """Try the model's train_step; build slots, state and step, and distribute its optimizers. Raises UserError."""
     model, where = compiled.model, _where(config, "train")
     optimizers = Optimizers(optimizers_in(model), are_kept_by_the_model=compiled.has_own_optimizers)
     rows = _rows(config, group, compiled, train, training=True)
@@ -310,12 +255,10 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
     _check_l2_is_read(penalties, compiled)
-    shares, losses = _take_on_losses(model, shares), _losses(model)
+    shares = _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
-    needs_divisors = bool(losses) and (config.jit_compile or config.train.accumulate_steps > 1)
-
-    figures = Figures(tried.sources, metrics_in(model), tried.updates)
+    needs_divisors = bool(_losses(model)) and (config.jit_compile or config.train.accumulate_steps > 1)
     sent = config.horovod
     exchange = GradientExchange(
         op=sent.op,
@@ -325,51 +268,56 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
         deterministic=config.deterministic,
         owner="horovod",
     )
-
-    def make_step(state: TrainState) -> TrainStep:
-        phase_variable = PhaseVariable(state.step)
-        max_skips = config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0
-        holds_back = bool(max_skips) or optimizers.scales_loss or config.train.synchronization != "every_step"
-        enter = phase_variable.enter
-        update = Update(optimizers, exchange, state.synchronization, shares, state.step, enter, holds_back)
-        optimizers.distribute(update)
-        return TrainStep(
-            state,
-            rows,
-            update,
-            shares,
-            forward_state,
-            figures,
-            seed=config.seed,
-            phase_variable=phase_variable,
-            accumulate_steps=config.train.accumulate_steps,
-            counts_ahead=needs_divisors and "train_step" not in compiled.own,
-            jit_compile=config.jit_compile,
-            labels=compiled.label_counts(
-                [*train.scaled_spec.targets] if isinstance(train.scaled_spec.targets, dict) else [""]
-            ),
-            assigned=tried.assigns,
-            max_skips_in_a_row=max_skips,
-            placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
-        )
-
-    origins = [*compiled.origins()]
-    if compiled.own:
-        applied = f"; it applies {', '.join(optimizers.by_path)}" if "train_step" in compiled.own else ""
-        origins.append(f"training step: the model's own {', '.join(compiled.own)}{applied}")
-    return Training(
-        optimizers,
-        exchange,
+    averages = _averages(config, compiled)
+    parts = SyncParts(
+        config.train,
+        group,
+        model,
+        functools.partial(exchange.combine_each, name="settled.gradient"),
+        optimizers.variables,
+        [*optimizers.learning_rates.values()],
+        forward_state.variables,
+        # Slots of an optimizer are among its variables.
+        [] if averages.are_of_optimizer else list(averages.variables.values()),
+        sent.sparse_as_dense,
+    )
+    synchronization, knows_loss = build_strategy(parts), tried.calls_compute_loss
+    state = TrainState(
+        model, optimizers, tracked, averages=averages, synchronization=synchronization, knows_loss=knows_loss
+    )
+    phase_variable = PhaseVariable(state.step)
+    max_skips = config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0
+    holds_back = bool(max_skips) or optimizers.scales_loss or config.train.synchronization != "every_step"
+    update = Update(optimizers, exchange, synchronization, shares, state.step, phase_variable.enter, holds_back)
+    optimizers.distribute(update)
+    targets = train.scaled_spec.targets
+    return TrainStep(
+        state,
+        rows,
+        update,
+        shares,
         forward_state,
-        tried.calls_compute_loss,
-        make_step,
-        tuple(origins),
-        (*_warnings(config, group.size, losses, figures),),
-        compiled.slots.averages() if compiled.slots else None,
+        Figures(tried.sources, metrics_in(model), tried.updates),
+        seed=config.seed,
+        phase_variable=phase_variable,
+        accumulate_steps=config.train.accumulate_steps,
+        counts_ahead=needs_divisors and "train_step" not in compiled.own,
+        jit_compile=config.jit_compile,
+        labels=compiled.label_counts([*targets] if isinstance(targets, dict) else [""]),
+        assigned=tried.assigns,
+        max_skips_in_a_row=max_skips,
+        placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
     )
 
 
-def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: Batched) -> EvalStep:
+def _averages(config: Config, compiled: Compiled) -> Averages:
+    kept = compiled.slots.averages() if compiled.slots else None
+    if kept and config.train.ema_decay is not None:
+        raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
+    return kept or MovingAverages(compiled.model, config.train.ema_decay)
+
+
+def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: BatchSource) -> EvalStep:
     """Try the model's test_step on the shapes of a batch. Raises UserError."""
     model = compiled.model
     if "train_step" in compiled.own and "test_step" not in compiled.own:
@@ -395,7 +343,7 @@ def _where(config: Config, split: str) -> str:
     return "data.dataset" if config.data.dataset else f"data.{split}"
 
 
-def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: Batched, *, training: bool) -> Rows:
+def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: BatchSource, *, training: bool) -> Rows:
     has_weights = source.has_weights
     targets = source.scaled_spec.targets
     if has_weights and isinstance(targets, Mapping) and not targets:
@@ -555,11 +503,12 @@ def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
     ]
 
 
-def _warnings(config: Config, size: int, losses: Sequence[keras.losses.Loss], figures: Figures) -> Iterator[str]:
-    for loss in losses:
+def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
+    """Yield a line for each effect of a config that a user may not expect on so many ranks."""
+    for loss in _losses(step.state.model):
         if isinstance(loss, _OVER_BATCHES) and size > 1:
             yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
-    for path in figures.averaged if size > 1 else ():
+    for path in step.figures.averaged if size > 1 else ():
         yield (
             f"metrics: the state {path} is neither a sum nor a maximum or minimum, so it is averaged over ranks. Add "
             "to it, or give add_variable its aggregation."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,13 +173,16 @@ class Compiled:
             if takes_labels(each) and len(output.shape) > 1 and output.shape[class_axis(each)]
         }
 
-    def origins(self) -> Iterator[str]:
-        """Yield for the log where each part comes from, if the model was compiled before."""
+    def origins(self, applied: Iterable[str]) -> Iterator[str]:
+        """Yield for the log where each part comes from, if it is the model's. applied: the optimizers of its step."""
         for part, is_compiled in self.takes.items():
             if is_compiled:
                 yield f"{part}: as the model was compiled"
             elif self.given.get(part):
                 yield f"{part}: of the config, not as the model was compiled"
+        if self.own:
+            optimizers = f"; it applies {', '.join(applied)}" if "train_step" in self.own else ""
+            yield f"training step: the model's own {', '.join(self.own)}{optimizers}"
 
 
 def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -> Compiled:

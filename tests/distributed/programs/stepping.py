@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config
-from horovod_train.data.batch_source import Batch, StepSize
+from horovod_train.data.batch_source import Batch, BatchSource, StepSize
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.build import build_state, build_training
+from horovod_train.training.build import build_training
 from horovod_train.training.compiled import compile_model
-from horovod_train.training.state import TrainState
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import SyncStrategy
 
@@ -22,15 +21,9 @@ ANY_SIZE = StepSize(rows=None, is_full=False)
 """Of steps of which only the data tells how many records a rank has."""
 
 
-@dataclass(frozen=True)
-class Batches:
-    """What a step is built for: batches as they are. scaled_spec: of tf.TensorSpec."""
-
-    scaled_spec: Batch
-    has_weights: bool = False
-
-    def scaled(self, batch: Batch) -> Batch:
-        return batch
+def like(spec: Batch, *, has_weights: bool = False) -> BatchSource:
+    """Return what a step is built for: batches as they are. spec: of tf.TensorSpec."""
+    return cast(BatchSource, SimpleNamespace(scaled_spec=spec, has_weights=has_weights, scaled=lambda batch: batch))
 
 
 def build_step(
@@ -48,8 +41,7 @@ def build_step(
     """
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch)
     compiled = compile_model(config, model, Horizon(1, 1, 1))
-    training = build_training(config, group, compiled, Batches(spec, has_weights))
-    state = build_state(config, group, model, training, {})
+    step = build_training(config, group, compiled, like(spec, has_weights=has_weights), {})
     if synchronization is not None:
-        state = TrainState(model, training.optimizers, averages=state.averages, synchronization=synchronization)
-    return training.make_step(state)
+        step.state.synchronization = step.update.synchronization = synchronization
+    return step

@@ -13,8 +13,7 @@ import overlap
 import tensorflow as tf
 import together
 from facts import leave, rel_error
-from stepping import ANY_SIZE
-from stepping import Batches as Batched
+from stepping import ANY_SIZE, like
 from uneven import (
     COUNTS,
     CROSS_ENTROPY,
@@ -108,7 +107,7 @@ def build_watched(loss: Any, metrics: list[Any]) -> keras.Model:
 
 def evaluator(model: keras.Model, share: Callable[[int], Batch]) -> EvalStep:
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, share(0))
-    return build_evaluation(Config(), group, compile_model(Config(), model, None), Batched(spec))
+    return build_evaluation(Config(), group, compile_model(Config(), model, None), like(spec))
 
 
 evaluation: EvalStep | None = None
