@@ -32,7 +32,6 @@ from horovod_train.training.compiled import build_metrics
 from horovod_train.training.fine_tuning import is_lora, match
 from horovod_train.training.hooks import load_hooks
 from horovod_train.training.losses import build_loss
-from horovod_train.training.steps.optimizers import Optimizers
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
 
@@ -138,7 +137,6 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         "averages and progress": total - weights - optimizer,
         "cached records": train.bytes_to_cache if isinstance(train, Pipeline) and is_cached else 0,
     }
-    model_has_optimizers = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
     return Sizes(
         source="of the model as built",
         checkpoint_bytes=state.checkpoint_bytes(outlook.ranks),
@@ -146,7 +144,7 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
         rate_of="the model"
-        if model_has_optimizers
+        if state.optimizer.are_kept_by_the_model
         else "the compiled optimizer"
         if components.keeps_compiled_rate
         else "",

@@ -18,6 +18,7 @@ from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.state import Averages
+from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.stopping import StopReason
 
 _INSTEAD = {
@@ -141,14 +142,12 @@ class Callbacks:
         return any(named.overrides(_BATCH) for named in self.named)
 
     def attach(
-        self, model: keras.Model, optimizer: Any, averages: Averages, *, epochs: int, steps_per_epoch: int
+        self, model: keras.Model, optimizers: Optimizers, averages: Averages, *, epochs: int, steps_per_epoch: int
     ) -> None:
-        """Give them the model as `fit` does, with its optimizer. Raises UserError for one that cannot work with it."""
-        if self and isinstance(optimizer, keras.optimizers.Optimizer):
-            model.optimizer = optimizer  # a compiled model has the one that it was compiled with
+        """Give them the model as `fit` does. Raises UserError for one that cannot work with it."""
         for named in self.named:
             if isinstance(named.callback, _SET_THE_RATE):
-                _check_rate_is_free(named.name, model, optimizer)
+                _check_rate_is_free(named.name, model, optimizers)
             if isinstance(named.callback, SwapAverages):
                 _check_there_are_averages(named.name, averages)
                 named.callback.averages = averages
@@ -250,9 +249,9 @@ def _check_there_are_averages(name: str, averages: Averages) -> None:
     )
 
 
-def _check_rate_is_free(name: str, model: keras.Model, optimizer: Any) -> None:
+def _check_rate_is_free(name: str, model: keras.Model, optimizers: Optimizers) -> None:
     models_optimizer: Any = getattr(model, "optimizer", None)
-    if models_optimizer is not optimizer and models_optimizer not in optimizer.by_path.values():
+    if models_optimizer not in optimizers.by_path.values():
         raise UserError(f"callbacks: {name} sets the rate of model.optimizer, which the model's step does not apply.")
     try:
         models_optimizer.learning_rate = float(models_optimizer.learning_rate)

@@ -37,7 +37,7 @@ SLOT = "average"
 
 
 class TrainState:
-    """A model, its optimizer with slots built, and the place of the run in the data.
+    """A model, the optimizers that its step applies, and the place of the run in the data.
 
     step: updates tried so far (int64). With a LossScaleOptimizer `optimizer.iterations` counts those applied.
     epoch: complete passes; records: records used in the current epoch over all ranks (int64).
@@ -47,20 +47,18 @@ class TrainState:
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer | Optimizers,
+        optimizer: Optimizers,
         tracked: Mapping[str, tf.Variable] | None = None,
         *,
         averages: Averages | None = None,
         synchronization: SyncStrategy | None = None,
         knows_loss: bool = True,
     ) -> None:
-        """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
+        """optimizer: built, since slots must exist before the broadcast, or each rank makes its own in its first step.
 
+        averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
         knows_loss: whether `note_loss` is called.
         """
-        # Slots must exist before the broadcast, or each rank would make its own at its first step.
-        if isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
-            optimizer.build(model.trainable_variables)
         self.model, self.optimizer = model, optimizer
         self.tracked = dict(tracked or {})
         self.averages = averages or MovingAverages(model, None)
@@ -153,13 +151,6 @@ class TrainState:
         refs |= {variable.ref() for variable in [*self.averages.variables.values(), self.loss_average]}
         named = self.variables().items()
         return {name: variable for name, variable in named if variable.ref() in refs and variable.dtype.is_floating}
-
-    @property
-    def learning_rates(self) -> dict[str, Any]:
-        """The learning rate, or those of a model's own optimizers, by the names under which they are shown."""
-        if isinstance(self.optimizer, Optimizers):
-            return self.optimizer.learning_rates
-        return {"learning_rate": self.optimizer.learning_rate}
 
     def note_loss(self, scaled_loss: tf.Tensor, is_left_out: tf.Tensor | None = None) -> None:
         """In the compiled step: add this rank's part of the mean, times the number of ranks, to its moving average.

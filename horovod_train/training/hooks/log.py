@@ -39,7 +39,7 @@ class LogTraining:
             return  # no new steps
         self._last_step = step
         values = run.parts.train_step.figures.result(run.group) | run.state.average_loss(run.group) | _drift(run, step)
-        values |= {name: float(rate) for name, rate in run.state.learning_rates.items()}
+        values |= {name: float(rate) for name, rate in run.state.optimizer.learning_rates.items()}
         steps, speed = self._speed(run)
         values |= speed
         if skipped := int(run.parts.train_step.skipped):

@@ -31,6 +31,7 @@ from horovod_train.training.hooks.evaluate import build_callback_hooks
 from horovod_train.training.hooks.save import Save
 from horovod_train.training.run_record import Stopwatch
 from horovod_train.training.state import Copies, TrainState
+from horovod_train.training.steps.optimizers import Optimizers
 
 VALUES: dict[str, np.ndarray] = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -118,6 +119,9 @@ class Alone:
 def run_of(store: Store) -> Any:
     """Return what Save needs of a run on one rank."""
     model = keras.Sequential([keras.Input((2000,)), keras.layers.Dense(4000)])
+    optimizer, optimizers = keras.optimizers.SGD(), Optimizers({})
+    optimizer.build(model.trainable_variables)
+    optimizers.by_path["optimizer"] = optimizer
     callbacks = SimpleNamespace(digests=dict, state=dict, epoch_ended_at=0, train_ended_at=-1)
     best = SimpleNamespace(metric="loss", value=tf.Variable(0.0), step=tf.Variable(-1))
     return SimpleNamespace(
@@ -135,7 +139,7 @@ def run_of(store: Store) -> Any:
             eval_step=None,
             users_hooks=(),
         ),
-        state=TrainState(model, keras.optimizers.SGD()),
+        state=TrainState(model, optimizers),
         stopping=SimpleNamespace(note_save=lambda seconds: None),
         store=store,
     )
@@ -235,7 +239,7 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
 
 def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: Path) -> None:
     run = run_of(open_store(tmp_path, keep=9))
-    run.state.optimizer.learning_rate = 0.5
+    run.state.optimizer.by_path["optimizer"].learning_rate = 0.5
     Save(run, 0, NullAudit(), Copies())(run, 1)
     assert run.store.wait() is None
     assert list(open_checkpoint(str(tmp_path), "test").facts.built_rates.values()) == [pytest.approx(0.01)]

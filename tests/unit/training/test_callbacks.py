@@ -68,6 +68,13 @@ def made(rate: Any = 0.5) -> keras.Model:
     return model
 
 
+def applied(model: keras.Model) -> Optimizers:
+    """What a run that trains the model by `fit` would apply."""
+    optimizers = Optimizers({})
+    optimizers.by_path["optimizer"] = model.optimizer
+    return optimizers
+
+
 def test_a_state_returns_and_equal_names_are_told_apart() -> None:
     plateau = Spec("ReduceLROnPlateau", {"patience": 1})
     before, after = (load_callbacks([plateau, Spec("user_callbacks:Recorder"), plateau]) for _ in range(2))
@@ -116,17 +123,11 @@ def test_callbacks_that_a_resumed_run_adds_are_not_told_of_the_epoch_before_it()
 def test_a_rate_that_follows_a_schedule_cannot_be_set() -> None:
     callbacks = load_callbacks([Spec("ReduceLROnPlateau", {"monitor": "val_los"})])
     plain, scheduled = made(), made(keras.optimizers.schedules.CosineDecay(0.1, 10))
-    callbacks.attach(plain, plain.optimizer, NO_AVERAGES, epochs=3, steps_per_epoch=5)
+    callbacks.attach(plain, applied(plain), NO_AVERAGES, epochs=3, steps_per_epoch=5)
     with pytest.raises(UserError, match="sets the learning rate, which follows a schedule here"):
-        callbacks.attach(scheduled, scheduled.optimizer, NO_AVERAGES, epochs=3, steps_per_epoch=5)
+        callbacks.attach(scheduled, applied(scheduled), NO_AVERAGES, epochs=3, steps_per_epoch=5)
     with pytest.raises(UserError, match="ReduceLROnPlateau monitors"):
         callbacks.check_monitors(["loss", "val_loss"])
-
-
-def test_the_optimizer_of_the_run_takes_the_place_of_the_compiled_one() -> None:
-    model, optimizer = made(), keras.optimizers.SGD(0.1)
-    load_callbacks([Spec("user_callbacks:Recorder")]).attach(model, optimizer, NO_AVERAGES, epochs=1, steps_per_epoch=1)
-    assert model.optimizer is optimizer
 
 
 def test_a_rate_that_the_models_step_does_not_apply_cannot_be_set() -> None:
@@ -154,5 +155,5 @@ def test_averages_to_swap_must_be_the_optimizers(decay: float | None, expected: 
     model = made()
     callbacks = load_callbacks([Spec("SwapEMAWeights", {"swap_on_epoch": True})])
     with pytest.raises(UserError) as error:
-        callbacks.attach(model, model.optimizer, MovingAverages(model, decay), epochs=1, steps_per_epoch=1)
+        callbacks.attach(model, applied(model), MovingAverages(model, decay), epochs=1, steps_per_epoch=1)
     assert expected in str(error.value)

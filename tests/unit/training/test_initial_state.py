@@ -20,6 +20,7 @@ from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
 from horovod_train.training import initial_state
 from horovod_train.training.state import TrainState
+from horovod_train.training.steps.optimizers import Optimizers
 
 ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
 
@@ -121,7 +122,11 @@ def test_a_rate_that_a_callback_has_set_returns_unless_the_model_has_another_now
 ) -> None:
     def compiled(rate: float) -> TrainState:
         keras.utils.clear_session()
-        return TrainState(keras.Sequential([keras.Input((2,)), layers.Dense(1)]), keras.optimizers.SGD(rate))
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        optimizer, optimizers = keras.optimizers.SGD(rate), Optimizers({})
+        optimizer.build(model.trainable_variables)
+        optimizers.by_path["optimizer"] = optimizer
+        return TrainState(model, optimizers)
 
     before = compiled(0.1)
     noted = {} if is_of_earlier_version else before.built_rates
@@ -141,4 +146,4 @@ def test_a_rate_that_a_callback_has_set_returns_unless_the_model_has_another_now
     )
     initial_state.restore(run)
     expected = 0.05 if is_of_earlier_version or built == 0.1 else built
-    assert float(run.state.learning_rates["learning_rate"]) == pytest.approx(expected)
+    assert float(run.state.optimizer.learning_rates["learning_rate"]) == pytest.approx(expected)

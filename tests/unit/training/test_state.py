@@ -28,6 +28,7 @@ from horovod_train.training.state import (
     TrainState,
     find_seeds,
 )
+from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.sync import Stale, SyncParts
 
 
@@ -63,7 +64,7 @@ FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_he
 def test_all_weights_are_compared_whatever_is_frozen(freeze: object) -> None:
     model = build_model()
     freeze(model)  # type: ignore[operator]
-    state = TrainState(model, keras.optimizers.SGD())
+    state = TrainState(model, Optimizers({}))
     assert Settled(state).digests().keys() == state.variables().keys() - {"progress/loss_averages"}
 
 
@@ -78,12 +79,11 @@ def test_layers_of_one_name_are_all_kept() -> None:
                 x = part(x)
             return x
 
-    model, optimizer = Twins(), keras.optimizers.SGD(momentum=0.9)
+    model = Twins()
     model(keras.Input((2,)))
-    optimizer.build(model.trainable_variables)
-    stale = Stale(SyncParts(TrainConfig(), cast(WorkerGroup, Alone()), model, list, optimizer.variables))
+    stale = Stale(SyncParts(TrainConfig(), cast(WorkerGroup, Alone()), model, list))
     assert len(stale.variables) == len(model.trainable_variables) + 1
-    kept = TrainState(model, optimizer, synchronization=stale).variables()
+    kept = TrainState(model, Optimizers({}), synchronization=stale).variables()
     assert {id(variable) for variable in stale.pending} <= {id(variable) for variable in kept.values()}
 
 
@@ -140,7 +140,7 @@ class Alone:
 
 def test_a_rank_gets_its_own_averages_of_losses_back() -> None:
     def built() -> TrainState:
-        return TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), keras.optimizers.SGD())
+        return TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), Optimizers({}))
 
     saved, other, group = built(), built(), cast(WorkerGroup, Alone())
     saved.loss_average.assign([3.0])
@@ -149,7 +149,7 @@ def test_a_rank_gets_its_own_averages_of_losses_back() -> None:
 
 
 def test_a_step_that_is_not_finite_is_left_out_of_the_moving_average_where_training_continues() -> None:
-    state = TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), keras.optimizers.SGD())
+    state = TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), Optimizers({}))
     for step, loss in enumerate([3.0, 2.0, np.nan, 1.0], 1):
         state.note_loss(tf.constant(loss, tf.float32), tf.constant(not math.isfinite(loss)))
         state.step.assign(step)
@@ -161,7 +161,7 @@ def test_a_step_that_is_not_finite_is_left_out_of_the_moving_average_where_train
 def test_what_is_not_finite_by_design_does_not_count_and_what_becomes_so_does() -> None:
     x = keras.Input((4,))
     model = keras.Model(x, layers.BatchNormalization(name="norm")(layers.Dense(2, name="dense")(Masked()(x))))
-    state = TrainState(model, keras.optimizers.SGD())
+    state = TrainState(model, Optimizers({}))
     shown = {name: state.variables()[name] for name in state._must_stay_finite}
     assert not nonfinite_names(shown)
     assert not any("mask" in name for name in shown)
@@ -184,7 +184,7 @@ def test_a_mask_does_not_have_the_statistics_taken_back() -> None:
     """A weight that is not finite by design is judged by nothing."""
     x = keras.Input((3,))
     masked = Masked(name="masked")
-    state = TrainState(keras.Model(x, layers.BatchNormalization()(masked(x))), keras.optimizers.SGD())
+    state = TrainState(keras.Model(x, layers.BatchNormalization()(masked(x))), Optimizers({}))
     weights = [weight.value for weight in state.model.weights]
     left_out = {variable.name for variable in weights} - {variable.name for variable in state.finite(weights)}
     assert len(left_out) == 1
@@ -196,11 +196,12 @@ import keras
 import tensorflow as tf
 from conftest import PROJECT, run_process
 from horovod_train.training.state import TrainState
+from horovod_train.training.steps.optimizers import Optimizers
 
 (cpu,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 with tf.device("CPU:1"):
-    state = TrainState(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]), keras.optimizers.SGD())
+    state = TrainState(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]), Optimizers({}))
 for variable in (state.model.weights[0].value, state.step, state.epoch, state.records):
     print(variable.device.rpartition("/")[2])
 """
