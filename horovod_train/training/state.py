@@ -274,14 +274,13 @@ def bytes_of(variable: tf.Variable) -> memoryview:
 class Averages:
     """Moving averages of weights, which can take the place of the weights in the model.
 
-    variables: the averages, by the paths of their weights.
+    variables: the averages, by the paths of their weights. are_of_optimizer: whether a Keras optimizer with `use_ema`
+    updates them; such averages are evaluated only if a callback asks for it.
     """
 
-    are_of_optimizer = False
-    """Whether a Keras optimizer updates them; such averages are evaluated only if a callback asks for it."""
-
-    def __init__(self, averaged: Sequence[tuple[Any, tf.Variable]]) -> None:
+    def __init__(self, averaged: Sequence[tuple[Any, tf.Variable]], *, are_of_optimizer: bool = False) -> None:
         """averaged: weights, Keras' or TensorFlow's, each with its average."""
+        self.are_of_optimizer = are_of_optimizer
         self._weights = [as_tf_variable(weight) for weight, _ in averaged]
         self.variables = by_unique_name((weight.path, average) for weight, average in averaged)
         self._trained: list[tf.Tensor] = []
@@ -339,12 +338,6 @@ class MovingAverages(Averages):
                 average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
 
 
-class OptimizerAverages(Averages):
-    """The averages that a Keras optimizer with `use_ema` keeps in slots and updates when it is applied."""
-
-    are_of_optimizer = True
-
-
 class AverageSlots:
     """Notes the averages of an optimizer when it makes its slots; none without `use_ema`."""
 
@@ -358,13 +351,13 @@ class AverageSlots:
         if self.are_kept:
             take_class(averaging, _noting_slots(type(averaging), self._pairs))
 
-    def averages(self) -> OptimizerAverages | None:
+    def averages(self) -> Averages | None:
         """Return the averages of a built optimizer; None without `use_ema`."""
         if not self.are_kept:
             return None
         # A later version of Keras may name them otherwise.
         assert self._pairs, f"the optimizer has made no slots by the name {SLOT}"
-        return OptimizerAverages(self._pairs)
+        return Averages(self._pairs, are_of_optimizer=True)
 
 
 def _noting_slots(base: type, pairs: list[tuple[Any, tf.Variable]]) -> type:

@@ -19,6 +19,7 @@ from horovod_train.config.registry import suggest
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import method_replaced
 from horovod_train.output.tensorboard import PARTS, fold, show_branches
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import by_unique_name
@@ -111,21 +112,17 @@ def _noting_outputs(layers: Mapping[str, keras.Layer]) -> Iterator[dict[str, lis
     """Record what the layers return inside the block: each tensor of each call, in every kind of model."""
     noted: dict[str, list[tf.Tensor]] = {name: [] for name in layers}
 
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(layer: keras.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_note(*args: Any, **kwargs: Any) -> Any:
             outputs = call(*args, **kwargs)
-            noted[name] += [tensor for tensor in tf.nest.flatten(outputs) if _has_floats(tensor)]
+            for name in [name for name, each in layers.items() if each is layer]:
+                noted[name] += [tensor for tensor in tf.nest.flatten(outputs) if _has_floats(tensor)]
             return outputs
 
         return call_and_note
 
-    for name, layer in layers.items():
-        layer.call = noting(name, layer.call)
-    try:
+    with method_replaced(layers.values(), "call", noting):
         yield noted
-    finally:
-        for layer in {id(layer): layer for layer in layers.values()}.values():
-            del layer.call
 
 
 def _has_floats(value: Any) -> bool:
