@@ -79,7 +79,7 @@ def try_step(
             noting_results(metrics_in(model)) as source_of,
             noting_loss(model, losses.append, several.append),
             _refusing_pairs(metrics_in(model)),
-            _noting_metrics(model, figures.append),
+            _noting(model, "compute_metrics", "metrics", figures.append),
         ):
             logs = getattr(model, method)(data_of(records))
             _check_logs(logs, method, where)
@@ -165,31 +165,26 @@ def noting_loss(
 ) -> AbstractContextManager[None]:
     """Inside the block, pass what `compute_loss` returns to `note`, or to `note_several` if it is not one number."""
 
-    def noting(_: keras.Model, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    def note_tensor(loss: Any) -> None:
+        if tf.is_tensor(loss):
+            (note_several if loss.shape.rank else note)(loss)
+
+    return _noting(model, "compute_loss", "loss_function", note_tensor)
+
+
+def _noting(model: keras.Model, method: str, scope: str, note: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Inside the block, pass what a method of the model returns to `note`. scope: of the names of its operations."""
+
+    def noting(_: keras.Model, compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_and_note(*args: Any, **kwargs: Any) -> Any:
-            with tf.name_scope("loss_function"):
-                loss = compute_loss(*args, **kwargs)
-            if tf.is_tensor(loss):
-                (note_several if loss.shape.rank else note)(loss)
-            return loss
+            with tf.name_scope(scope):
+                result = compute(*args, **kwargs)
+            note(result)
+            return result
 
         return compute_and_note
 
-    return method_replaced([model], "compute_loss", noting)
-
-
-def _noting_metrics(model: keras.Model, note: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Inside the block, pass what the model's `compute_metrics` returns to `note`."""
-
-    def noting(_: keras.Model, compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_and_note(*args: Any, **kwargs: Any) -> Any:
-            figures = compute_metrics(*args, **kwargs)
-            note(figures)
-            return figures
-
-        return compute_and_note
-
-    return method_replaced([model], "compute_metrics", noting)
+    return method_replaced([model], method, noting)
 
 
 def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextManager[None]:
