@@ -149,7 +149,7 @@ def _result(config: Config, output_dir: str) -> Trained:
     from horovod_train.output import logs
 
     logs.load_tensorflow()
-    from horovod_train.checkpoint.manager import open_checkpoint
+    from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.inference.run import build_bare_model, load_weights
 
     summary = json.loads(Path(output_dir, "summary.json").read_text(encoding="utf-8"))

@@ -127,7 +127,7 @@ def compare_digits(day: Day) -> Found:
 
     Without a GPU the first run has another number of threads, and so other sums.
     """
-    from horovod_train.checkpoint.manager import open_checkpoint
+    from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.checkpoint.tensors import read_arrays
 
     runs = {"gpu": ({}, ["device.intra_op_threads=1"] * day.cpu), "cpu": (HIDE_GPU, [])}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.checkpoint.manifest import MANIFEST, Checkpoint, Damaged, reason
+from horovod_train.checkpoint.manifest import MANIFEST, Checkpoint, Damaged, reason, verify
 from horovod_train.config.settings import CheckpointConfig
 from horovod_train.errors import UserError
 
@@ -96,10 +96,11 @@ def newest_whole(folder: Path, read: Read) -> tuple[Checkpoint | None, dict[int,
     return None, damaged
 
 
-def read_at(path: str, where: str, read: Read) -> Checkpoint:
-    """Return what `read` returns for the checkpoint at a path; for the newest if the path stands for several.
+def open_checkpoint(path: str, where: str, read: Read = verify) -> Checkpoint:
+    """Return the checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
 
-    where: the setting that the path came from, for the UserError if there is none or it is damaged.
+    Changes nothing there. where: the setting that the path came from, for the UserError if there is none or it is
+    damaged.
     """
     try:
         folder = next(iter(checkpoints_at(Path(path))), None)
@@ -144,7 +145,7 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         began_at = checkpoint.facts.began_at if checkpoint else ""
         if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
             return ResumePoint(checkpoint, damaged, instead_of=resume)
-        start = read_at(resume, "checkpoint.resume", read)
+        start = open_checkpoint(resume, "checkpoint.resume", read)
         folders = {path.resolve().parent for path in checkpoints_at(Path(resume))}
         if steps_in(folder) and folder.resolve() not in folders:
             raise UserError(

@@ -25,7 +25,6 @@ from horovod_train.checkpoint.layout import (
     STEP_NAME,
     find_start,
     lack_of_room,
-    read_at,
     step_name,
     step_of,
     steps_in,
@@ -105,14 +104,6 @@ def open_store(
     if directory is None:
         return Store()
     return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
-
-
-def open_checkpoint(path: str, where: str) -> Checkpoint:
-    """Return the verified checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
-
-    Changes nothing there. where: the setting that the path came from, for the UserError if there is no whole one.
-    """
-    return read_at(path, where, verify)
 
 
 class CheckpointStore(Store):

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
     logs.load_tensorflow()
-    from horovod_train.checkpoint.manager import open_checkpoint
+    from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.data.dataset import class_names
     from horovod_train.inference.export import write_model
     from horovod_train.inference.run import build_bare_model, load_weights

@@ -32,7 +32,7 @@ from conftest import (
     warm_python,
 )
 
-from horovod_train.checkpoint.manager import open_checkpoint
+from horovod_train.checkpoint.layout import open_checkpoint
 from horovod_train.checkpoint.tensors import read_arrays
 from horovod_train.data.audit import audit
 

@@ -14,7 +14,7 @@ import user_callbacks
 import user_models
 from conftest import PROJECT, RankFacts, train
 
-from horovod_train.checkpoint.manager import open_checkpoint
+from horovod_train.checkpoint.layout import open_checkpoint
 from horovod_train.inference.run import load_weights
 from horovod_train.output.lease import open_lease
 

@@ -24,8 +24,8 @@ import tensorflow as tf
 from conftest import HANGS_AFTER_S
 
 from horovod_train.checkpoint import manifest, tensors
-from horovod_train.checkpoint.layout import most_at_once
-from horovod_train.checkpoint.manager import CheckpointStore, Store, open_checkpoint, open_store
+from horovod_train.checkpoint.layout import most_at_once, open_checkpoint
+from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
 from horovod_train.checkpoint.manifest import MANIFEST, Best, Damaged, Facts, pack, verify
 from horovod_train.checkpoint.tensors import load, read_arrays
 from horovod_train.config.settings import CheckpointConfig, Watched
