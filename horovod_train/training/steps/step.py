@@ -246,20 +246,12 @@ class TrainStep:
         """Run a pass whose gradients are returned. is_function: trace it once for all passes of its shape."""
         call = self._collect_function if is_function else self._collect_in_function
         with tf.name_scope("pass"):
-            logs, loss, gradients = call(part.batch, part.count, part.share, totals, part.may_be_borrowed)
-        return PassResult(logs, loss, gradients)
+            return call(part, totals)
 
-    def _collect_in_function(
-        self,
-        batch: Batch,
-        count: tf.Tensor,
-        share: tf.Tensor | None,
-        totals: Sequence[tf.Tensor] | None,
-        may_be_borrowed: bool,
-    ) -> tuple[dict[str, Any], tf.Tensor | None, dict[str, list[Any]]]:
+    def _collect_in_function(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
         with self.update.collecting() as gradients:
-            result = self._apply(Part(batch, count, share, may_be_borrowed), totals)
-        return dict(result.logs), result.loss, dict(gradients)
+            result = self._apply(part, totals)
+        return PassResult(dict(result.logs), result.loss, dict(gradients))
 
     def _total_divisors(self, parts: Sequence[Part]) -> list[tf.Tensor] | None:
         """Collective, if `counts_ahead`: return what each loss is divided by over all ranks and passes."""
