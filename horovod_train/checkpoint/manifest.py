@@ -87,8 +87,6 @@ class Checkpoint:
 
     folder: Path
     facts: Facts
-    written_at: str
-    """Time in ISO 8601, UTC."""
     files: Mapping[str, Mapping[str, Any]]
     """The `bytes` and the `sha256` of each file but the manifest."""
 
@@ -129,7 +127,7 @@ def read_manifest(folder: Path) -> Checkpoint:
             _check_size(folder / name, expected["bytes"])
         best = None if content["best"] is None else Best(**content["best"])
         facts = {field.name: content[field.name] for field in dataclasses.fields(Facts) if field.name in content}
-        return Checkpoint(folder, Facts(**{**facts, "best": best}), content["written_at"], files)
+        return Checkpoint(folder, Facts(**{**facts, "best": best}), files)
 
 
 def pack(content: Mapping[str, Any]) -> bytes:

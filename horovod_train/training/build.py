@@ -48,7 +48,7 @@ from horovod_train.training.steps.shares import Rows, Shares
 from horovod_train.training.steps.step import EvalStep, Seeds, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables, make_metrics, try_outputs, try_step
 from horovod_train.training.stopping import BestTracker, EarlyStopping
-from horovod_train.training.sync import SyncParts, build_strategy
+from horovod_train.training.sync import STRATEGIES, SyncParts
 
 _OVER_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
 """Losses of Keras that compare all records of a batch, so that they are no mean over records."""
@@ -281,7 +281,8 @@ def build_training(
         [] if averages.are_of_optimizer else list(averages.variables.values()),
         sent.sparse_as_dense,
     )
-    synchronization, knows_loss = build_strategy(parts), tried.calls_compute_loss
+    synchronization = STRATEGIES[config.train.synchronization](parts)
+    knows_loss = tried.calls_compute_loss
     state = TrainState(
         model, optimizers, tracked, averages=averages, synchronization=synchronization, knows_loss=knows_loss
     )
@@ -367,7 +368,7 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
     """Raise UserError for a step that cannot be distributed, or with which a setting would have no effect."""
     model, own_step = compiled.model, "train_step" in compiled.own
     if not optimizers.by_path:
-        paths = ", ".join(optimizers.paths) or "none"
+        paths = ", ".join(optimizers.by_attribute) or "none"
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({paths}).")
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
     known = [*model.variables, *metrics, *optimizers.all_variables]

@@ -286,7 +286,7 @@ def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeli
     `config` is resolved. Raises UserError for a stream that cannot be used, RanksStartApart where records differ in
     kind between ranks.
     """
-    _describe(config, group)
+    _describe(config)
     train = _open(config, group, is_training=True)
     assert train is not None, "None is refused"
     opened: dict[Split, StreamPipeline] = {"train": train}
@@ -326,7 +326,7 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
     return StreamPipeline(stream, rows, steps, lengths, prefetch_batches=data.prefetch_batches)
 
 
-def _describe(config: Config, group: WorkerGroup) -> None:
+def _describe(config: Config) -> None:
     """Log what a stream keeps of a run's promises, and what it does not."""
     assert config.data.dataset is not None
     name, steps = config.data.dataset.name, config.data.steps_per_epoch

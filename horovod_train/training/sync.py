@@ -305,7 +305,3 @@ STRATEGIES: dict[str, Callable[[SyncParts], SyncStrategy]] = {
     "local": Local,
 }
 """The values of train.synchronization."""
-
-
-def build_strategy(parts: SyncParts) -> SyncStrategy:
-    return STRATEGIES[parts.config.synchronization](parts)

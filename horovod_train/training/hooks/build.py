@@ -74,7 +74,7 @@ def _histograms(run: Run) -> HookFunction:
     def first_batch() -> Batch:
         return train.scaled(next(train.batches(epoch=0, epochs=1)))
 
-    summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
+    summaries = Summaries(step, first_batch, train.size_of(0), run.config.log.activations)
 
     def show_histograms(run: Run, step: int) -> None:
         with run.outside_training("histograms"):

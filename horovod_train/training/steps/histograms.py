@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import suggest
 from horovod_train.data.batch_source import Batch, StepSize
-from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import method_replaced
 from horovod_train.output.tensorboard import PARTS, fold, show_branches
@@ -30,14 +30,13 @@ class Summaries:
 
     def __init__(
         self,
-        group: WorkerGroup,
         train_step: TrainStep,
         read: Callable[[], Batch],
         size: StepSize,
         activations: Mapping[str, Any],
     ) -> None:
         """read: returns this rank's part of a step of a size; called once. activations: name to show → layer's name."""
-        self.group, self.train_step, self._read, self._size = group, train_step, read, size
+        self.train_step, self._read, self._size = train_step, read, size
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
         self._traces = train_step.traces
@@ -75,9 +74,9 @@ class Summaries:
             by_optimizer = step.gradients(batch, self._size)
         combined: dict[Any, Any] = {}
         for call, gradients in by_optimizer.items():
-            scale = update.optimizer_of(call).scale_loss(tf.constant(1.0))
+            scale = update.optimizers.by_path[call.partition("#")[0]].scale_loss(tf.constant(1.0))
             whole = update.exchange.combine_each(gradients, f"histograms.{call}")
-            for variable, gradient in zip(update.variables_of(call), whole, strict=True):
+            for variable, gradient in zip(update.variables[call], whole, strict=True):
                 if gradient is not None:
                     combined[variable.ref()] = tf.cast(_values(gradient), tf.float32) / scale
         trained = [as_tf_variable(variable) for variable in step.state.model.trainable_variables]

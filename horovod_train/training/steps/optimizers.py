@@ -58,17 +58,12 @@ class Optimizers:
     def __init__(
         self, optimizers: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = False
     ) -> None:
-        """are_kept_by_the_model: whether settings of the config do not change them."""
-        self._by_attribute, self.are_kept_by_the_model = optimizers, are_kept_by_the_model
+        """optimizers: by the attribute. are_kept_by_the_model: whether settings of the config do not change them."""
+        self.by_attribute, self.are_kept_by_the_model = optimizers, are_kept_by_the_model
         self.by_path: dict[str, keras.optimizers.Optimizer] = {}
         """Those that the step applies, known after `only_noted`."""
         self.failed, self.is_cause = (tf.Variable(False, trainable=False) for _ in range(2))
         """bool: whether combined gradients of the step were not finite; whether because of this rank's."""
-
-    @property
-    def paths(self) -> list[str]:
-        """The attributes that hold them."""
-        return list(self._by_attribute)
 
     @property
     def scales_loss(self) -> bool:
@@ -78,7 +73,7 @@ class Optimizers:
     @property
     def all_variables(self) -> list[Any]:
         """The variables of all of them, applied or not."""
-        return _variables(self._by_attribute.values())
+        return _variables(self.by_attribute.values())
 
     @property
     def variables(self) -> list[Any]:
@@ -101,7 +96,7 @@ class Optimizers:
 
     def only_noted(self) -> AbstractContextManager[None]:
         """Inside the block, `apply` only builds an optimizer and notes that it is applied. It may raise ValueError."""
-        paths = {id(optimizer): path for path, optimizer in self._by_attribute.items()}
+        paths = {id(optimizer): path for path, optimizer in self.by_attribute.items()}
         slots: dict[str, set[int]] = {}
 
         def noting(optimizer: keras.optimizers.Optimizer, _: Callable[..., Any]) -> Callable[..., None]:
@@ -122,7 +117,7 @@ class Optimizers:
 
             return apply
 
-        return method_replaced(self._by_attribute.values(), "apply", noting)
+        return method_replaced(self.by_attribute.values(), "apply", noting)
 
     def distribute(self, update: Update) -> None:
         """Make each do `update` in place of its own `apply`. Raises UserError."""
@@ -166,14 +161,8 @@ class Update:
         """The loss of the pass times its share, if it is known; float scalar."""
         self.is_empty: tf.Tensor | None = None
         """Whether the step that is being traced has no record on any rank, bool scalar; None: it has some."""
-        self._variables: dict[str, list[Any]] = {}
-
-    def variables_of(self, call: str) -> list[tf.Variable]:
-        """Return the variables that an optimizer was given with gradients; none if it was given gradients only."""
-        return self._variables[call]
-
-    def optimizer_of(self, call: str) -> keras.optimizers.Optimizer:
-        return self.optimizers.by_path[call.partition("#")[0]]
+        self.variables: dict[str, list[tf.Variable]] = {}
+        """By optimizer and call: what it was given with gradients; none if it was given gradients only."""
 
     def begin_pass(self) -> None:
         """Count anew how often each optimizer is applied: gradients of passes are added up call by call."""
@@ -193,7 +182,7 @@ class Update:
         gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
         self._calls[path] += 1
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
-        self._variables[key] = [as_tf_variable(variable) for variable in variables or ()]
+        self.variables[key] = [as_tf_variable(variable) for variable in variables or ()]
         if self.collected is not None:
             self.collected[key] = gradients
             return

@@ -86,7 +86,7 @@ def build(
     built.compile(optimizer or keras.optimizers.SGD(RATE), CROSS_ENTROPY, metrics=["accuracy"], auto_scale_loss=False)
     l2 = 0.01 if model is plain else 0.0  # with it no gradient is sparse
     step = build_step(built, share(), group, Config(train=TrainConfig(l2=l2, accumulate_steps=accumulate_steps)))
-    return step, Summaries(group, step, share, SIZE, activations or {})
+    return step, Summaries(step, share, SIZE, activations or {})
 
 
 def alone(model: keras.Model, rows: np.ndarray) -> list[np.ndarray]:

@@ -56,7 +56,7 @@ class Run:
             (folder / name).write_bytes(b"abc")
             files[name] = {"bytes": size, "sha256": sha256(folder / name)}
         facts = dataclasses.asdict(Facts(step, epoch=0, records=0, ranks=1, config={}, versions={}))
-        (folder / MANIFEST).write_bytes(pack({"format": FORMAT, **facts, "written_at": "", "files": files}))
+        (folder / MANIFEST).write_bytes(pack({"format": FORMAT, **facts, "files": files}))
         return folder
 
 

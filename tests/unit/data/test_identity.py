@@ -128,7 +128,7 @@ def saved(folder: Path, *, step: int, epoch: int, records: int) -> Checkpoint:
     """What a run on the folder has saved there."""
     train = pipeline(config(folder))
     facts = Facts(step, epoch, records, 1, CONFIG, {}, data=train.fingerprint, data_files=train.files)
-    return Checkpoint(Path("step-5"), facts, "", {})
+    return Checkpoint(Path("step-5"), facts, {})
 
 
 @pytest.mark.parametrize(("change", "said"), [(other_content, "other content in 1.tfrecord"), (swap, "0.tfrecord, 1")])

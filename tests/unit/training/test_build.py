@@ -517,7 +517,7 @@ def test_histograms_leave_all_that_a_step_assigns_as_it_was(
         return batches.scaled(next(batches.batches(0, epochs=1)))
 
     before = values()
-    shown = Summaries(step.rows.group, step, first_batch, batches.size_of(0), {}).compute()
+    shown = Summaries(step, first_batch, batches.size_of(0), {}).compute()
     assert f"gradients/{model.dense.kernel.path}" in shown
     assert values() == before
     step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
