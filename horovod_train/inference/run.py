@@ -30,9 +30,8 @@ from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import UserError, one_line
 from horovod_train.inference.predictions import RecordNames, Specs, open_predictions
-from horovod_train.models import build_model
 from horovod_train.output.rank_log import RankLog
-from horovod_train.training.build import add_l2, build_evaluation, build_split
+from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.initial_state import finalize
@@ -176,9 +175,7 @@ def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[B
 
 def build_bare_model(config: Config) -> keras.Model:
     """Build the config's model under its precision, with initial weights and no optimizer. Raises UserError."""
-    keras.utils.set_random_seed(config.seed)
-    keras.mixed_precision.set_dtype_policy(config.precision)
-    model = build_model(config.model)
+    model = build_first_model(config)
     enable_lora(model, config.model.lora)
     Freezing(model, config.model).apply(math.inf)  # frozen weights have no moving averages
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
@@ -36,9 +37,10 @@ NEVER_CALLED = ("predict_step",)
 """Methods of a Keras model that Keras' `predict` calls. This trainer calls the model instead."""
 
 
-def overridden(model: keras.Model, methods: Sequence[str]) -> list[str]:
-    """Return which of these methods of keras.Model a model overrides."""
-    return [method for method in methods if _function(model, method) is not getattr(keras.Model, method)]
+def overridden(instance: Any, methods: Sequence[str], base: type = keras.Model) -> list[str]:
+    """Return which of these methods of a base class an object has of its own, by its class or set on itself."""
+    own = [(method, getattr(instance, method)) for method in methods]
+    return [method for method, bound in own if getattr(bound, "__func__", bound) is not getattr(base, method)]
 
 
 def build_model(spec: Spec) -> keras.Model:
@@ -110,8 +112,3 @@ def _refuse_ignored(model: keras.Model, name: str) -> None:
             f"model.name: {name} returns a {kind} compiled by a compile() of its own, whose arguments are not known. "
             "Leave it out, and give loss, metrics and optimizer in the config; or give the model a train_step."
         )
-
-
-def _function(model: keras.Model, method: str) -> object:
-    bound = getattr(model, method)
-    return getattr(bound, "__func__", bound)

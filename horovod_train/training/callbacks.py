@@ -17,6 +17,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
+from horovod_train.models import overridden
 from horovod_train.training.state import Averages
 from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.stopping import StopReason
@@ -58,12 +59,7 @@ class Named:
 
     def overrides(self, methods: Sequence[str]) -> list[str]:
         """Return those of some methods that it has of its own, by its class or, as a LambdaCallback, set on itself."""
-        base = keras.callbacks.Callback
-        return [
-            method
-            for method in methods
-            if getattr(getattr(self.callback, method), "__func__", None) is not getattr(base, method)
-        ]
+        return overridden(self.callback, methods, keras.callbacks.Callback)
 
     def state(self) -> Any:
         """Return what it must have again after a resume, of values that JSON can hold; None: nothing.

@@ -219,26 +219,24 @@ def restored_if_nonfinite(variables: Sequence[tf.Variable], checked: Sequence[tf
 
     A moving average or a sum stays NaN once it is NaN, although training continues, because training does not read it.
     """
-    before = [variable.read_value() for variable in variables]
-    yield
-    if checked:
-        _restore_if(tf.logical_not(variables_are_finite(checked)), variables, before)
+    if not checked:
+        yield
+        return
+    with restored_if(lambda: tf.logical_not(variables_are_finite(checked)), variables):
+        yield
 
 
 @contextmanager
-def restored_if(condition: tf.Tensor, variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """In a compiled step: set variables back to their values after the block, if a condition holds; bool scalar."""
+def restored_if(condition: Callable[[], tf.Tensor], variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """In a compiled step: set variables back to their values before the block, if a condition holds after it."""
     before = [variable.read_value() for variable in variables]
     yield
-    _restore_if(condition, variables, before)
 
-
-def _restore_if(condition: tf.Tensor, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
     def restore() -> None:
-        for variable, value in zip(variables, values, strict=True):
+        for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
 
-    tf.cond(condition, restore, lambda: None)
+    tf.cond(condition(), restore, lambda: None)
 
 
 def poison_if_nonfinite(loss: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:

@@ -76,7 +76,7 @@ class Part(NamedTuple):
         if not self.may_be_borrowed:
             yield
             return
-        with restored_if(tf.equal(self.count, 0.0), variables):
+        with restored_if(lambda: tf.equal(self.count, 0.0), variables):
             yield
 
 

@@ -321,7 +321,7 @@ class TrainStep:
         known = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds, *self.assigned]
         changed = {variable.ref(): variable for variable in known}
         totals = self._total_divisors([part])
-        with restored_if(tf.constant(True), list(changed.values())):
+        with restored_if(lambda: tf.constant(True), list(changed.values())):
             result = self._collect(part, totals, is_function=False)
         return result.gradients
 
