@@ -99,8 +99,10 @@ def try_step(
         raise
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(spec, method, where, error)) from error
-    _check_draws(function, method, where)
-    _refuse_text(function, spec, method)
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    _check_draws(nodes, method, where)
+    _refuse_text(nodes, spec, method)
     updates = updates_in(function)
     return Tried(
         trials[0],
@@ -130,14 +132,12 @@ def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) 
         tf.function(trace, autograph=False).get_concrete_function(spec)
 
 
-def _refuse_text(function: Any, spec: Any, method: str) -> None:
+def _refuse_text(nodes: Sequence[Any], spec: Any, method: str) -> None:
     """Raise UserError for a step that takes text for numbers, which TensorFlow notices only when it computes."""
     parts = {"targets": spec.targets, "inputs": spec.inputs} if isinstance(spec, Batch) else {"dataset": spec}
     texts = [key for key, part in parts.items() if any(each.dtype == tf.string for each in tf.nest.flatten(part))]
     if not texts:
         return
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
     if any(node.op == "Cast" and node.attr["SrcT"].type == tf.string.as_datatype_enum for node in nodes):
         tensors = parts[texts[0]]
         names = [name for name, each in tensors.items() if each.dtype == tf.string] if isinstance(tensors, dict) else []
@@ -149,12 +149,9 @@ def _refuse_text(function: Any, spec: Any, method: str) -> None:
 
 def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
     """Return the outputs of a model on inputs of tf.TensorSpecs, as specs in their structure. Raises UserError."""
-
-    def forward(records: Any) -> Any:
-        return model(records, training=False)
-
+    forward = tf.function(lambda records: model(records, training=False), autograph=False)
     try:
-        function = tf.function(forward, autograph=False).get_concrete_function(inputs)
+        function = forward.get_concrete_function(inputs)
     except Exception as error:
         raise UserError(_unfit(inputs, "call", where, error)) from error
     return tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), function.structured_outputs)
@@ -265,14 +262,12 @@ def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
     return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"
 
 
-def _check_draws(function: Any, name: str, where: str) -> None:
-    """Raise UserError if a concrete function, called `name` in the message, draws by TensorFlow's own generators."""
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+def _check_draws(nodes: Sequence[Any], method: str, where: str) -> None:
+    """Raise UserError if a step draws by TensorFlow's own generators. nodes: of its graph, and of functions in it."""
     drawn = sorted({node.op for node in nodes if "seed" in node.attr and not node.op.startswith(_DRAW_NOTHING)})
     if drawn:
         raise UserError(
-            f"{where}: {name} draws by TensorFlow's {drawn[0]}, which a resumed run would not draw again. Use "
+            f"{where}: {method} draws by TensorFlow's {drawn[0]}, which a resumed run would not draw again. Use "
             "keras.random with seed=self.seed_generator, a keras.random.SeedGenerator that the model keeps."
         )
 
