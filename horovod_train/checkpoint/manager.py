@@ -1,7 +1,7 @@
 """Manages the checkpoints of a run: finds the one to start from, saves in the background, keeps newest and best.
 
 Does not decide when to save, or which is best; see training.hooks. Only root has a store: it reads and writes, and the
-other ranks get everything by broadcast. manifest and tensors define the content of one checkpoint.
+other ranks get everything by broadcast. layout and tensors define the content of one checkpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ import tensorflow as tf
 from horovod_train.checkpoint.layout import (
     BEST,
     CHECKPOINTS,
+    MANIFEST,
+    PREFIX,
     STEP_NAME,
+    Checkpoint,
+    Damaged,
+    Facts,
     find_start,
     lack_of_room,
+    reason,
     step_name,
     step_of,
     steps_in,
+    verify,
 )
-from horovod_train.checkpoint.manifest import MANIFEST, PREFIX, Checkpoint, Damaged, Facts, reason, verify
 from horovod_train.checkpoint.tensors import sync, write
 from horovod_train.errors import UserError
 from horovod_train.output.removal import Artifact, check, remove, rename, replace

@@ -1,6 +1,6 @@
 """The arrays of one checkpoint, in TensorFlow's files: writes them with their manifest, reads and loads them.
 
-Does not know other checkpoints; see manager. See manifest for what else is recorded, and for what that proves.
+Does not know other checkpoints; see manager. See layout for what else is recorded, and for what that proves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.manifest import (
+from horovod_train.checkpoint.layout import (
     FORMAT,
     MANIFEST,
     PREFIX,

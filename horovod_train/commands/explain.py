@@ -25,9 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from horovod_train.checkpoint import manifest
-from horovod_train.checkpoint.layout import CHECKPOINTS, newest_whole, step_name
-from horovod_train.checkpoint.manifest import Damaged, reason
+from horovod_train.checkpoint import layout
+from horovod_train.checkpoint.layout import CHECKPOINTS, Damaged, newest_whole, reason, step_name
 from horovod_train.commands.cli import require_run
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RanksDisagree, UserError
@@ -220,9 +219,9 @@ def _last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     return found, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
 
 
-def _verify(folder: Path) -> manifest.Checkpoint:
+def _verify(folder: Path) -> layout.Checkpoint:
     try:
-        return manifest.verify(folder)
+        return layout.verify(folder)
     except UserError as error:  # Only a later version can read it.
         raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
 

@@ -26,13 +26,14 @@ from rich.markup import escape
 
 from horovod_train.checkpoint.layout import (
     CHECKPOINTS,
+    Checkpoint,
     count_multiples,
     count_saves,
     find_start,
     lack_of_room,
     most_at_once,
+    read_manifest,
 )
-from horovod_train.checkpoint.manifest import Checkpoint, read_manifest
 from horovod_train.commands.cli import (
     above_0,
     add_config_arguments,

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.manifest import reason
+from horovod_train.checkpoint.layout import reason
 from horovod_train.errors import RunError, UserError, one_line
 
 CLASS_NAMES = "class_names.json"

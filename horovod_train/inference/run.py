@@ -17,8 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.layout import open_checkpoint
-from horovod_train.checkpoint.manifest import Checkpoint
+from horovod_train.checkpoint.layout import Checkpoint, open_checkpoint
 from horovod_train.checkpoint.tensors import array_names, load
 from horovod_train.config.settings import AUTO, Config, DataConfig
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch

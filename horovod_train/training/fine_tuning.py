@@ -18,8 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.layout import open_checkpoint
-from horovod_train.checkpoint.manifest import Damaged
+from horovod_train.checkpoint.layout import Damaged, open_checkpoint
 from horovod_train.checkpoint.tensors import read_arrays
 from horovod_train.config.registry import find, load_function, raised_at, suggest
 from horovod_train.config.settings import ModelSpec

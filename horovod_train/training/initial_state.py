@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.manifest import Checkpoint, Facts
+from horovod_train.checkpoint.layout import Checkpoint, Facts
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files

@@ -14,8 +14,8 @@ from types import TracebackType
 
 import numpy as np
 
+from horovod_train.checkpoint.layout import Checkpoint
 from horovod_train.checkpoint.manager import Store
-from horovod_train.checkpoint.manifest import Checkpoint
 from horovod_train.config.settings import Config
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.watchdog.heartbeat import HOOK

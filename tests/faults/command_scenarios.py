@@ -158,7 +158,7 @@ def broken_resumed(here: Path, plain: Path) -> list[str]:
 
 def broken_checkpoints(folder: Path, plain: Path, expected: Collection[str] = ()) -> list[str]:
     """expected: those that were damaged before."""
-    from horovod_train.checkpoint.manifest import Damaged, verify
+    from horovod_train.checkpoint.layout import Damaged, verify
 
     found = []
     for place in folder.glob("step-*"):

@@ -85,9 +85,8 @@ def save_checkpoints(resume: str = "auto", course: float = 0.0) -> int:
 
 
 def save_three_times(resume: str, course: float) -> int:
-    from horovod_train.checkpoint.layout import path_in
+    from horovod_train.checkpoint.layout import Best, Facts, path_in
     from horovod_train.checkpoint.manager import open_store
-    from horovod_train.checkpoint.manifest import Best, Facts
     from horovod_train.checkpoint.tensors import read_arrays
     from horovod_train.errors import RunError
 
@@ -136,8 +135,7 @@ def leave_a_course() -> int:
 
 def of_either_course(here: Path, plain: Path) -> list[str]:
     """What has its name is whole, and of the old course or of the new one."""
-    from horovod_train.checkpoint.layout import steps_in
-    from horovod_train.checkpoint.manifest import Damaged, verify
+    from horovod_train.checkpoint.layout import Damaged, steps_in, verify
     from horovod_train.checkpoint.tensors import read_arrays
 
     folder, found = here / "run/checkpoints", []
@@ -207,7 +205,7 @@ def careless() -> int:
     """Writes as this package must not: failures are ignored, and a checkpoint has its name before it is whole."""
     from contextlib import suppress
 
-    from horovod_train.checkpoint.manifest import Facts
+    from horovod_train.checkpoint.layout import Facts
     from horovod_train.checkpoint.tensors import write
 
     place = Path("run/checkpoints/step-000000001")

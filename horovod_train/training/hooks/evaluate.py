@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from horovod_train.checkpoint.manifest import Checkpoint
+from horovod_train.checkpoint.layout import Checkpoint
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import BatchSource

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from horovod_train.checkpoint.layout import path_in
-from horovod_train.checkpoint.manifest import Best, Facts
+from horovod_train.checkpoint.layout import Best, Facts, path_in
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.distributed import consistency

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from uneven import group, rank, size
 
-from horovod_train.checkpoint.manifest import Facts
+from horovod_train.checkpoint.layout import Facts
 from horovod_train.checkpoint.tensors import write
 from horovod_train.distributed import consistency
 from horovod_train.errors import RanksDisagree

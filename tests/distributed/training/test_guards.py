@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of, run_process, warm_python
 
-from horovod_train.checkpoint.manifest import verify
+from horovod_train.checkpoint.layout import verify
 
 
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:

@@ -23,10 +23,9 @@ import pytest
 import tensorflow as tf
 from conftest import HANGS_AFTER_S
 
-from horovod_train.checkpoint import manifest, tensors
-from horovod_train.checkpoint.layout import most_at_once, open_checkpoint
+from horovod_train.checkpoint import layout, tensors
+from horovod_train.checkpoint.layout import MANIFEST, Best, Damaged, Facts, most_at_once, open_checkpoint, pack, verify
 from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
-from horovod_train.checkpoint.manifest import MANIFEST, Best, Damaged, Facts, pack, verify
 from horovod_train.checkpoint.tensors import load, read_arrays
 from horovod_train.config.settings import CheckpointConfig, Watched
 from horovod_train.errors import UserError
@@ -806,15 +805,15 @@ def test_settings_that_the_version_of_then_had_not_are_todays_defaults(run: Run)
 
 def test_a_file_system_that_fails_for_a_moment_damages_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(1)
-    failures, sha256 = [OSError(errno.ESTALE, "Stale file handle")] * 2, manifest.sha256
+    failures, sha256 = [OSError(errno.ESTALE, "Stale file handle")] * 2, layout.sha256
 
     def failing(path: Path) -> str:
         if failures:
             raise failures.pop()
         return sha256(path)
 
-    monkeypatch.setattr(manifest, "sha256", failing)
-    monkeypatch.setattr(manifest, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(layout, "sha256", failing)
+    monkeypatch.setattr(layout, "_PAUSES_S", (0.0, 0.0))
     assert run.found() == 1
     assert not failures
     failures += [OSError(errno.EACCES, "Permission denied")] * 3

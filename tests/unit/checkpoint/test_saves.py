@@ -18,9 +18,8 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.checkpoint import manager
-from horovod_train.checkpoint.layout import open_checkpoint
+from horovod_train.checkpoint.layout import Facts, open_checkpoint, verify
 from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
-from horovod_train.checkpoint.manifest import Facts, verify
 from horovod_train.checkpoint.tensors import read_arrays, write
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, Facts, pack, sha256
+from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, pack, sha256
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
 from horovod_train.distributed.launch.local import launch_command

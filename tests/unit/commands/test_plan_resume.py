@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from made_records import make_images
 
+from horovod_train.checkpoint.layout import Facts
 from horovod_train.checkpoint.manager import open_store
-from horovod_train.checkpoint.manifest import Facts
 from horovod_train.checkpoint.tensors import write
 from horovod_train.commands.plan import find_resume
 from horovod_train.config.settings import CheckpointConfig, Config

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_records import config, image_record, make_images, pipeline, write_file
 
-from horovod_train.checkpoint.manifest import Checkpoint, Facts
+from horovod_train.checkpoint.layout import Checkpoint, Facts
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import source
 from horovod_train.data.dataset import open_records

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.checkpoint.manifest import Facts, verify
+from horovod_train.checkpoint.layout import Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
