@@ -16,17 +16,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.layout import (
-    FORMAT,
-    MANIFEST,
-    PREFIX,
-    Checkpoint,
-    Damaged,
-    Facts,
-    pack,
-    reason,
-    sha256,
-)
+from horovod_train.checkpoint.layout import FORMAT, MANIFEST, PREFIX, Checkpoint, Damaged, Facts, pack, reason, sha256
 from horovod_train.errors import UserError
 
 

@@ -34,13 +34,7 @@ from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, check_source, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
-from horovod_train.training.state import (
-    Averages,
-    AverageSlots,
-    MovingAverages,
-    TrainState,
-    find_seeds,
-)
+from horovod_train.training.state import Averages, AverageSlots, MovingAverages, TrainState, find_seeds
 from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.histograms import check_names, find_layers
 from horovod_train.training.steps.optimizers import Optimizers, Update, inside_optimizer, optimizers_in

@@ -29,18 +29,13 @@ class Summaries:
     """Uses the same records each time: from one histogram to the next only the weights change."""
 
     def __init__(
-        self,
-        train_step: TrainStep,
-        read: Callable[[], Batch],
-        size: StepSize,
-        activations: Mapping[str, Any],
+        self, train_step: TrainStep, read: Callable[[], Batch], size: StepSize, activations: Mapping[str, Any]
     ) -> None:
         """read: returns this rank's part of a step of a size; called once. activations: name to show → layer's name."""
         self.train_step, self._read, self._size = train_step, read, size
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
-        self._traces = train_step.traces
-        self._run = tf.function(self._gradients_and_outputs, autograph=False)
+        self._traces = 0
 
     def compute(self) -> dict[str, tf.Tensor]:
         """Collective: return the values of each histogram, any shape; by name, as `hidden1/kernel`.
