@@ -198,3 +198,17 @@ def test_a_model_saved_in_another_precision_is_refused(tmp_path: Path, saved_in:
         UserError, match=f"precision: {precision}, but the model is made of layers in {saved_in}; write"
     ):
         check_precision(model, precision)
+
+
+# An MLP whose matrices are called weight is otherwise an ordinary model.
+
+
+@pytest.mark.parametrize("name", ["kernel", "weight"])
+def test_variables_are_under_their_layers(name: str) -> None:
+    paths = [weight.path for weight in mlp.build(weight_name=name).weights]
+    assert paths == [f"hidden1/{name}", "hidden1/bias", f"out_layer/{name}", "out_layer/bias"]
+
+
+def test_a_name_changes_no_number() -> None:
+    x = np.arange(10, dtype=np.float32).reshape(2, 5)
+    assert np.array_equal(mlp.build()(x), mlp.build(weight_name="weight")(x))

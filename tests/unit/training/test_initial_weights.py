@@ -1,4 +1,4 @@
-"""A pretrained backbone in a model: its file fits, and all but the head is frozen without a pattern."""
+"""What a model begins with: the file of a backbone in it, frozen but for the head; and slots that follow weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras import layers
 
 from horovod_train.config.settings import ModelSpec
 from horovod_train.errors import UserError
-from horovod_train.training.fine_tuning import Freezing, assign, match
+from horovod_train.training.fine_tuning import Freezing, assign, match, slots_like_weights
 
 
 def backbone() -> keras.Model:
@@ -61,3 +61,27 @@ def test_several_layers_may_be_left_out_and_a_wrong_name_is_told() -> None:
     assert len(model.trainable_weights) == 4
     with pytest.raises(UserError, match=r"model.freeze: all but heat: there is no layer 'heat'; did you mean head"):
         Freezing(with_head(), ModelSpec("any", freeze=("all but heat",)))
+
+
+# Slots that begin as copies of weights, so that they can follow weights that are given later.
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="dense"), layers.Dense(3, name="dense_1")])
+    optimizer.build(model.trainable_variables)
+    found = slots_like_weights(optimizer.variables, model.trainable_variables)
+    assert [weight.path for _, weight in found] == [weight.path for weight in model.trainable_variables][: len(found)]
+    return [slot.name.rpartition("_")[2] for slot, _ in found]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_slots_that_copy_weights_are_found(scaled: bool) -> None:
+    if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+        pytest.skip("this Keras has none")
+    optimizer = keras.optimizers.ScheduleFreeAdamW()
+    assert slots_of(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer) == ["momentum"] * 4
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.Ftrl, keras.optimizers.Adagrad])
+def test_slots_of_zeros_are_no_copies_of_a_bias_of_zeros(optimizer: type[keras.optimizers.Optimizer]) -> None:
+    assert slots_of(optimizer(0.1)) == []
