@@ -159,6 +159,9 @@ def read_manifest(folder: Path) -> Checkpoint:
         _check_names(files)
         for name, expected in files.items():
             _check_size(folder / name, expected["bytes"])
+        for name in _REQUIRED_FILES:
+            if name not in files:
+                raise Damaged(f"{MANIFEST}: does not name {name}, which TensorFlow reads")
         best = None if content["best"] is None else Best(**content["best"])
         facts = {field.name: content[field.name] for field in dataclasses.fields(Facts) if field.name in content}
         return Checkpoint(folder, Facts(**{**facts, "best": best}), files)
@@ -218,15 +221,12 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check_names(files: Mapping[str, Any]) -> None:
-    """Raise Damaged unless each name is that of a file directly in the folder, and those are there that are needed."""
+    """Raise Damaged unless there are names, and each is that of a file directly in the folder."""
     if not files:
         raise Damaged(f"{MANIFEST}: names no files")
     for name in files:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise Damaged(f"{MANIFEST}: names {name!r}, which is not a file of this folder")
-    for name in _REQUIRED_FILES:
-        if name not in files:
-            raise Damaged(f"{MANIFEST}: does not name {name}, which TensorFlow reads")
 
 
 def _raise_damage(error: OSError) -> NoReturn:
