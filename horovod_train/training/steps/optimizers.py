@@ -260,7 +260,7 @@ class Update:
 
         failed.assign(tf.cond(are_finite(gradients), update, skip))
 
-    def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
+    def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: Sequence[Any] | None) -> None:
         """Apply gradients, unless they are of no record: momentum and decay would move weights by gradients of 0."""
         if self.is_empty is None:
             optimizer.apply_combined(gradients, variables)
