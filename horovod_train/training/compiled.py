@@ -82,7 +82,7 @@ class Compiled:
         """Return the targets as `fit` would get them: as they are, or by the outputs that the config names."""
         if not self.targets:
             return targets
-        any_target = next(iter(self.targets.values()))
+        any_target = next(iter(self.targets.values()))  # also of an output that is compared with nothing
         if not isinstance(outputs, Mapping | list | tuple):
             return pick(targets, any_target)
         names = list(outputs if isinstance(outputs, Mapping) else getattr(self.model, "output_names", ()))
@@ -93,7 +93,12 @@ class Compiled:
         missing = [output for output in self.targets if output not in names]
         if missing:
             raise ValueError(f"there is no output {missing[0]!r}; there are {', '.join(names)}")
-        return {name: pick(targets, self.targets.get(name, any_target)) for name in names}
+
+        def target_of(name: str) -> str:
+            own = name if isinstance(targets, Mapping) and name in targets else any_target
+            return self.targets.get(name, own)
+
+        return {name: pick(targets, target_of(name)) for name in names}
 
     def _weights(self, batch: Batch, outputs: Any, by_class: Mapping[Any, Any], *, has_weights: bool) -> Any:
         """Return the weight of each record: [rows], or with one more axis for each axis of an output's values.

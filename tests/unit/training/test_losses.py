@@ -205,6 +205,21 @@ def test_settings_that_a_loss_does_not_follow_are_one_line(
     assert str(error.value) == expected
 
 
+@pytest.mark.parametrize("in_list", [False, True])
+def test_one_loss_compares_each_output_with_its_own_target_beside_a_metric_of_one(in_list: bool) -> None:
+    x = keras.Input((5,))
+    outputs = {name: keras.layers.Dense(1, name=name)(x) for name in "ab"}
+    model = keras.Model(x, [*outputs.values()] if in_list else outputs)
+    specs: Any = {name: tf.TensorSpec((None, 1)) for name in "ab"}
+    of_a = MetricSpec("mean_absolute_error", output="a")
+    config = Config(model=ModelSpec("users:model"), loss=LossSpec("mse"), metrics=(of_a,))
+    compiled = compile_model(config, model, None)
+    data_of = compiled.data_of([*specs.values()] if in_list else specs, has_weights=False, training=True)
+    targets = {name: tf.fill((6, 1), value) for name, value in (("a", 1.0), ("b", 10.0))}
+    (_, y) = data_of(Batch(LOGITS, targets, tf.ones(6), LABELS, tf.constant(6, tf.int64)))
+    assert {name: float(target[0, 0]) for name, target in y.items()} == {"a": 1.0, "b": 10.0}
+
+
 class InList(keras.Model):
     """Two outputs without names."""
 
