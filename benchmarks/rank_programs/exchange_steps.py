@@ -39,9 +39,7 @@ LOSSES = {"convnet": "SparseCategoricalCrossentropy", "mlp": "BinaryCrossentropy
 class Alone(EveryStep):
     """Each rank applies its own gradients, without any exchange."""
 
-    def exchange(
-        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
-    ) -> Exchanged:
+    def exchange(self, combine: CombineList, local_gradients: Sequence[Any], *more: Any) -> Exchanged:
         return Exchanged(list(local_gradients), local_gradients)
 
 

@@ -105,19 +105,26 @@ class SyncStrategy:
         """Those of `variables` that hold numbers not applied yet."""
 
     def exchange(
-        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+        self,
+        combine: CombineList,
+        local_gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        step: tf.Tensor,
+        is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
         """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
 
         combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
         are None on every rank. variables: None: all that are trained, in their order. step: int64, steps done.
+        is_empty: whether no rank has a record in the step, whose gradients are not applied; None: one has.
         """
         return Exchanged(combine(local_gradients), local_gradients)
 
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor, is_empty: tf.Tensor | None = None) -> tf.Tensor:
         """Collective, in the compiled step, after applying gradients: return whether all ranks must stop.
 
         failed: bool, whether this rank has failed, in this step or before. step: int64, this step included.
+        is_empty: as for `exchange`.
         """
         return failed  # comes from combined gradients, so ranks agree
 
@@ -144,8 +151,9 @@ class EveryStep(SyncStrategy):
 class Local(SyncStrategy):
     """Each rank applies its own gradients; every `average_every_steps` steps the ranks average their variables.
 
-    Local SGD (Stich 2019, arXiv:1805.09767). Weights, floating-point slots and moving averages are averaged. Where
-    ranks must be equal in between, such as for an evaluation, they are averaged there too.
+    Local SGD (Stich 2019, arXiv:1805.09767). Weights, floating-point slots and moving averages are averaged; integers
+    that the forward pass assigns become rank 0's. Where ranks must be equal in between, such as for an evaluation, they
+    are averaged there too.
     """
 
     def __init__(self, parts: SyncParts) -> None:
@@ -159,6 +167,8 @@ class Local(SyncStrategy):
         variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
         self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
+        counters = [as_tf_variable(variable) for variable in parts.forward_state]
+        self.of_root = [variable for variable in counters if not variable.dtype.is_floating]
         self.settled = settled_step()
         self.squared_distance = tf.Variable(0.0, trainable=False)
         """float32: squared distance of this rank's variables from the mean, at the last average."""
@@ -174,7 +184,12 @@ class Local(SyncStrategy):
         self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(
-        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+        self,
+        combine: CombineList,
+        local_gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        step: tf.Tensor,
+        is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
         # Ranks diverge from here on; another optimizer of the step may have been applied already.
         is_first = tf.logical_and(tf.equal(self.settled, step), tf.not_equal(self._noted_at, step))
@@ -182,7 +197,7 @@ class Local(SyncStrategy):
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]
         return Exchanged(rows_once, local_gradients)
 
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor, is_empty: tf.Tensor | None = None) -> tf.Tensor:
         # Other ranks learn about a failed rank at the next average.
         def meet() -> tf.Tensor:
             self._average()
@@ -230,6 +245,9 @@ class Local(SyncStrategy):
             mean = self.group.average_in_step(variable, f"local.{index}")
             squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
             variable.assign(mean)
+        for index, variable in enumerate(self.of_root):
+            value = tf.cast(variable, tf.int64) if self.group.is_root else tf.zeros(variable.shape, tf.int64)
+            variable.assign(tf.cast(self.group.sum_in_step(value, f"local.root.{index}"), variable.dtype))
         self.squared_distance.assign(tf.add_n(squares))
         self.has_averaged.assign(True)
         self.squared_distances.assign(tf.cast(tf.stack(squares[: len(self.weights)]), tf.float64))
@@ -260,7 +278,12 @@ class Stale(SyncStrategy):
         self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
 
     def exchange(
-        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+        self,
+        combine: CombineList,
+        local_gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        step: tf.Tensor,
+        is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
         given = self._paths if variables is None else variables
         pairs = [
@@ -279,9 +302,18 @@ class Stale(SyncStrategy):
         exchanged = tf.cond(tf.equal(self.settled, step), lambda: previous, lambda: combine(previous))
         combined: list[Any] = [None] * len(local_gradients)
         for (number, place), gradient in zip(pairs, exchanged, strict=True):
-            self.pending[place].assign(tf.convert_to_tensor(local_gradients[number]))
+            now = tf.convert_to_tensor(local_gradients[number])
+            if is_empty is not None:  # what waits is applied in the next step that has a record
+                now = tf.where(is_empty, self.pending[place], now)
+            self.pending[place].assign(now)
             combined[number] = gradient
         return Exchanged(combined, previous)
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor, is_empty: tf.Tensor | None = None) -> tf.Tensor:
+        if is_empty is not None:  # what was combined before the step, and still waits, is not combined once more
+            still_is = tf.logical_and(is_empty, tf.equal(self.settled, step - 1))
+            self.settled.assign(tf.where(still_is, step, self.settled))
+        return failed
 
     def _place(self, variable: Any) -> int:
         """Return the index of a weight, or of its path, among the pending gradients."""

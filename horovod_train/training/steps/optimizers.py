@@ -205,7 +205,8 @@ class Update:
         """Collective: return the gradients to apply, and this rank's part of them."""
         combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
         if self.is_alone:
-            exchanged = self.synchronization.exchange(combine, gradients, variables, tf.identity(self.step))
+            step = tf.identity(self.step)
+            exchanged = self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
             return exchanged.gradients, exchanged.local
         # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
         # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
@@ -213,7 +214,7 @@ class Update:
         with tf.name_scope("exchange/"):  # with a slash: see apply
             step = self.step.read_value()
             with tf.control_dependencies([step]):
-                exchanged = self.synchronization.exchange(combine, gradients, variables, step)
+                exchanged = self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
             with tf.control_dependencies([self.enter("exchange", after=gradients)]):
                 self.enter("compute", after=exchanged.gradients)
         return exchanged.gradients, exchanged.local

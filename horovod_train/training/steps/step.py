@@ -188,8 +188,7 @@ class TrainStep:
                 with tf.control_dependencies([enter("compute", after=(total, totals))]):
                     parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
             before, is_empty = self.forward_state.values(), self.rows.is_empty(total)
-            # With a delay, what is applied are gradients of the step before.
-            self.update.is_empty = None if state.synchronization.delay else is_empty
+            self.update.is_empty = is_empty
             with self._without_poison():
                 loss = self._compute(parts, totals)
         if loss is not None:
@@ -207,7 +206,7 @@ class TrainStep:
         with tf.name_scope("update_parameters"):
             has_failed = self._end_update(failed, before_last, None if state.synchronization.delay else batch)
         with tf.name_scope("exchange"):
-            return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step)))
+            return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step), is_empty))
 
     def _compute(self, parts: Sequence[Part], totals: Sequence[tf.Tensor] | None) -> tf.Tensor | None:
         """Run the passes of a step; the last one applies. Return this rank's part of the mean loss times the ranks."""
@@ -328,8 +327,7 @@ class TrainStep:
     @property
     def _kept_variables(self) -> list[tf.Variable]:
         """What a borrowed row does not change: states of metrics and, save for counters of passes, forward state."""
-        state = self.forward_state
-        return [*self.figures.variables, *(state.floating if state.in_each_step else state.variables)]
+        return [*self.figures.variables, *self.forward_state.floating]
 
     @property
     def _counts(self) -> bool:

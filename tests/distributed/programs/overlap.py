@@ -21,11 +21,9 @@ from horovod_train.training.sync import CombineList, EveryStep, Exchanged
 class AfterAll(EveryStep):
     """Exchanges nothing before the whole backward pass is over."""
 
-    def exchange(
-        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
-    ) -> Exchanged:
+    def exchange(self, combine: CombineList, local_gradients: Sequence[Any], *more: Any) -> Exchanged:
         with tf.control_dependencies(list(local_gradients)):
-            return super().exchange(combine, local_gradients, variables, step)
+            return super().exchange(combine, local_gradients, *more)
 
 
 def facts() -> dict[str, list[int]]:

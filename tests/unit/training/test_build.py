@@ -418,21 +418,25 @@ def test_rows_that_are_no_records_leave_moving_averages_alone(
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("non_finite", ["stop", "skip"])
 @pytest.mark.parametrize(
-    "optimizer",
-    [keras.optimizers.Adam(0.1, weight_decay=0.1), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))],
-    ids=lambda optimizer: optimizer.name,
+    ("optimizer", "words"),
+    [
+        (keras.optimizers.Adam(0.1, weight_decay=0.1), {}),
+        (keras.optimizers.Adam(0.1, weight_decay=0.1), {"non_finite": "skip"}),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9)), {}),
+        (keras.optimizers.SGD(0.1, 0.9), {"synchronization": "stale"}),
+    ],
+    ids=["decay", "skip", "loss scale", "stale"],
 )
 def test_a_step_without_a_record_is_no_update(
-    batches: Pipeline, stepping: Callable[..., TrainStep], optimizer: Any, non_finite: str, jit_compile: bool
+    batches: Pipeline, stepping: Callable[..., TrainStep], optimizer: Any, words: dict[str, Any], jit_compile: bool
 ) -> None:
     """Of momentum, decay and averages neither; the place in the data continues."""
     optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.compile(optimizer, model.loss)
-    words: dict[str, Any] = {"non_finite": non_finite, "ema_decay": 0.9}
-    step = stepping(batches, model, data={"on_bad_record": "skip"}, train=words, jit_compile=jit_compile)
+    sections = {"data": {"on_bad_record": "skip"}, "train": {"ema_decay": 0.9} | words}
+    step = stepping(batches, model, **sections, jit_compile=jit_compile)
     train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
     batch = batches.scaled(next(batches.batches(0, epochs=1)))
     ends: list[dict[str, Any]] = []

@@ -71,6 +71,22 @@ def test_settled_gradients_are_combined_once(model: keras.Model) -> None:
     assert now.gradients[0].numpy().tolist() == [[2.0], [2.0]]
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_what_waits_at_a_step_without_records_is_applied_after_it_combined_once(
+    model: keras.Model, settled: bool
+) -> None:
+    stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
+    gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
+    for step, is_empty in enumerate((False, True, True)):
+        given = [tf.zeros_like(gradient) for gradient in gradients] if is_empty else gradients
+        stale.exchange(doubled, given, None, tf.constant(step, tf.int64), tf.constant(is_empty))
+        stale.end_step(tf.constant(False), tf.constant(step + 1, tf.int64), tf.constant(is_empty))
+        if settled and step == 1:
+            assert stale.settle(step + 1)
+    now = stale.exchange(doubled, gradients, None, tf.constant(3, tf.int64), tf.constant(False))
+    assert {float(value) for gradient in now.gradients for value in gradient.numpy().ravel()} == {2.0}
+
+
 def test_in_every_step_what_is_applied_is_what_the_exchange_gives() -> None:
     now = EveryStep().exchange(doubled, [tf.constant(3.0), None], None, tf.constant(0, tf.int64))
     assert (float(now.gradients[0]), now.gradients[1], float(now.local[0])) == (6.0, None, 3.0)
