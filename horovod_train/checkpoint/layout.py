@@ -357,19 +357,25 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         start = open_checkpoint(resume, "checkpoint.resume", read)
         folders = {path.resolve().parent for path in checkpoints_at(Path(resume))}
         if steps_in(folder) and folder.resolve() not in folders:
+            if checkpoint is None:
+                _raise_all_damaged(folder, resume, damaged)
             raise UserError(
                 f"checkpoint.resume: {resume} is of another run than the checkpoints in {folder}. "
                 "Choose another --output-dir, or resume from these: --resume auto."
             )
         return ResumePoint(start, {})
     if checkpoint is None and damaged:
-        newest_step = max(damaged)
-        raise UserError(
-            f"checkpoint.resume: auto, but none of the {len(damaged)} checkpoint(s) in {folder} is undamaged; "
-            f"the newest, step {newest_step}: {damaged[newest_step]}. Choose another --output-dir, or remove "
-            "them to start anew."
-        )
+        _raise_all_damaged(folder, resume, damaged)
     return ResumePoint(checkpoint, damaged)
+
+
+def _raise_all_damaged(folder: Path, resume: str, damaged: Mapping[int, Any]) -> NoReturn:
+    newest_step = max(damaged)
+    raise UserError(
+        f"checkpoint.resume: {resume}, but none of the {len(damaged)} checkpoint(s) in {folder} is undamaged; "
+        f"the newest, step {newest_step}: {damaged[newest_step]}. Choose another --output-dir, or remove "
+        "them to start anew."
+    )
 
 
 def count_saves(config: CheckpointConfig, steps_per_epoch: int, total_steps: int) -> int:

@@ -357,6 +357,18 @@ def test_a_path_of_another_run_is_refused_in_a_folder_that_holds_checkpoints(run
     assert other.names() == {"step-000000005"}
 
 
+def test_a_run_that_began_at_a_path_is_told_of_its_own_damaged_checkpoints(run: Run) -> None:
+    """Requeued with the same words; what `auto` would say then too."""
+    run.save(2)
+    other = Run(run.directory.parent / "other").save(5)
+    (other.place(5) / "manifest.json").write_text("")
+    for resume in (str(run.directory), "auto"):
+        other.save(6)
+        (other.place(6) / "manifest.json").write_text("")
+        with pytest.raises(UserError, match=rf"^checkpoint\.resume: {resume}, but none of the 2 .* is undamaged"):
+            other.store.find(resume)
+
+
 def test_never_refuses_a_folder_that_holds_some(run: Run) -> None:
     assert run.store.find("never") is None
     with pytest.raises(UserError, match=r"checkpoint.resume: never, but .* holds checkpoints"):
