@@ -33,6 +33,8 @@ class LogTraining:
         self._last_step, self._last_read = first_step, (0.0, 0, 0)
         self._phases = np.zeros(len(MEASURED_PHASES))
         self._phase_steps = 0
+        self._skipped: set[int] = set()
+        """The records that any rank has skipped, as known at the last line."""
 
     def __call__(self, run: Run, step: int) -> None:
         if step == self._last_step:
@@ -44,8 +46,9 @@ class LogTraining:
         values |= speed
         if skipped := int(run.parts.train_step.skipped):
             values["skipped_updates"] = skipped
-        if bad := len(run.group.union(run.parts.train.skipped)):
-            values["skipped_records"] = bad
+        self._skipped |= run.group.union(run.parts.train.skipped - self._skipped)
+        if self._skipped:
+            values["skipped_records"] = len(self._skipped)
         values |= run.clock.take_blocked()
         aside = self._where_time_went(run, step, steps)
         is_shown_later = self._evaluated_every is not None and step % self._evaluated_every == 0
