@@ -26,6 +26,7 @@ from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
+from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed import consistency
 from horovod_train.distributed.consistency import digest
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
@@ -116,6 +117,7 @@ def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same. "
             f"Resume with {train.order_settings.format(seed=seed, batch=batch)}; or from the end of an epoch."
         )
+    check_same_classes(facts.class_names, str(checkpoint.folder), train.class_names, "data.train")
     if changed:
         log.warning(f"the training data are not those of {checkpoint.folder}: data.train now {changed}")
     steps, epochs = facts.step, facts.epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -152,3 +153,14 @@ def test_a_resume_at_the_end_of_an_epoch_takes_other_data_and_says_so(tmp_path: 
         "warning: the training data are not those of step-5: data.train now has other content in 1.tfrecord than the "
         "checkpoint"
     ]
+
+
+def test_a_resume_with_data_whose_labels_stand_for_other_classes_is_refused(tmp_path: Path) -> None:
+    found = saved(make_images(tmp_path / "train"), step=9, epoch=1, records=0)
+    trained = dataclasses.replace(found.facts, class_names={"label": ("cat", "dog")})
+    train = pipeline(config(tmp_path / "train"))
+    train.class_names = {"label": ("dog", "cat")}
+    with pytest.raises(UserError, match=r"data\.train: label 0 is dog; in step-5 it is cat, so labels would stand for"):
+        check_position(train, dataclasses.replace(found, facts=trained))
+    train.class_names = {}
+    check_position(train, dataclasses.replace(found, facts=trained))
