@@ -68,6 +68,13 @@ def terminate_at_exit(run: Any, step: int) -> None:
     atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 
 
+def halve_weights(run: Any, step: int) -> None:
+    note(run, step)
+    for weight in run.state.model.trainable_variables:
+        weight.assign(weight / 2)
+
+
+halves_at_end = every(None, halve_weights, at_end="always")
 terminated_at_exit = every(None, terminate_at_exit, at_end="always")
 note_every_5 = every(5, note)
 stop_at_6 = at([6], ask_rank_1_to_stop)

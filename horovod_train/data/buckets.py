@@ -98,7 +98,8 @@ def find_buckets(source: RecordSource, digest: str, schema: Schema, config: Data
         )
     used = {*schema.inputs, *schema.targets, by}
     lists = {name: feature for name, feature in lists.items() if name in used}
-    cache_key = hashlib.sha256(f"{digest} {lists!r}".encode()).hexdigest()[:16]
+    # 2: files without the number held lengths of 0 for records that could not be read.
+    cache_key = hashlib.sha256(f"2 {digest} {lists!r}".encode()).hexdigest()[:16]
     places = paths_in_cache(f"lengths-{cache_key}.npy", config.index_dir)
     lengths = _load(places, (source.blocks.num_records, len(lists)))
     if lengths is None:

@@ -66,7 +66,8 @@ def run(config: Config) -> int:
         run.state.restore_loss_average(run.group, loss_averages)
         finalize(run.state.model)
         consistency.check(run.group, contents(run.state.model), "at the start", RanksStartApart)
-        run.parts.freezing.apply(int(run.state.epoch))
+        # At the end of an epoch before hooks: an evaluation that a stop interrupted comes before more is trained.
+        run.parts.freezing.apply(int(run.state.epoch) - (int(run.state.records) == 0))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
@@ -111,7 +112,7 @@ def _begin_files(run: Run) -> Audit:
 def _check_room(run: Run, first_step: int) -> None:
     """Raise UserError on root if no checkpoint fits on the disk; warn if not all that are kept do."""
     if first_step >= run.parts.last_step:
-        return  # nothing is saved
+        return  # a run that is done must not need room; what its end may still change is saved or said to be lost
     state, config = run.state, run.config.checkpoint
     saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
     run.store.check_room(state.checkpoint_bytes(run.group.size), most_at_once(config, saves))
@@ -173,7 +174,10 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     if stop in (LEASE_LOST, SAVES_FAILED):
         _raise_on_root(run)
     at_end = ("stopped" if stop and stop.restartable else "done", "always")
-    reason = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
+    due = [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)]
+    if parts.callbacks.train_ended_at == step:  # an earlier start has come to this end, called them and saved
+        due = [hook for hook in due if hook not in parts.users_hooks]
+    reason = _call(run, step, due)
     if reason and not requested:  # may be an evaluation interrupted by a stop request
         requested = stopping.vote()
     return requested or ended or reason or DONE

@@ -431,6 +431,20 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
         np.testing.assert_array_equal(ended[name], kernel / 2)
 
 
+@pytest.mark.long
+def test_what_hooks_change_at_the_end_is_changed_once(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--config", config, "--output-dir", run, "train.max_steps=6", "hooks=[user_hooks:halves_at_end]"]
+    ends = []
+    for _ in range(2):
+        finished = train(words)
+        assert finished.returncode == 0, finished.text
+        arrays = read_arrays(open_checkpoint(str(run), "--checkpoint"))
+        kernels = {name: array.tolist() for name, array in arrays.items() if re.fullmatch("model/.*kernel", name)}
+        ends.append((summary_of(run)["weights_sha256"], kernels))
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.exhaustive
 def test_a_rate_that_a_callback_sets_survives_resumes_and_a_new_one_in_the_config_wins(
     config: Path, tmp_path: Path
