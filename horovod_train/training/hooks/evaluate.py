@@ -54,11 +54,14 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason | None:
     step.counter.step = int(run.state.step)
+    before = step.forward_state.values()
     for batches, steps, size in pipeline.one_epoch(run.config.train.steps_per_call):
         # By default errors are explained from the training data, and progress is that of training.
         with run.group.heartbeat.probing(step.counter), pipeline.explaining():
             step.run(batches, steps, size)
         if reason := run.stopping.vote_periodically():
+            for variable, value in zip(step.forward_state.variables, before, strict=True):
+                variable.assign(value)  # a run that resumes evaluates from the first record again
             return reason
     return None
 
