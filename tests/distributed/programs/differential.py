@@ -114,8 +114,8 @@ def _trained(name: str, group: WorkerGroup, folder: Path) -> tuple[Config, dict[
         trained = parts.train_step.figures.result(group)
         if parts.state.averages.are_of_optimizer:  # as `fit` ends
             parts.state.averages.put_in()
-        weights = [np.asarray(weight).tolist() for weight in parts.state.model.get_weights()]
         ours = {**evaluate(parts, group), "training loss": trained.get("loss", 0.0)}
+        weights = [np.asarray(weight).tolist() for weight in parts.state.model.get_weights()]
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
         if "--trace" in sys.argv:

@@ -35,7 +35,7 @@ CORE = {
 """By ranks. One has those that ranks have no part in, or that are of a kind that three have."""
 LONG = {
     3: [
-        *("activity_regularizer, weights", "optimizer that holds another", "layer with a counter"),
+        *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
         *("metrics of states that are no sums", "XLA, mask"),
     ]
 }
