@@ -104,7 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
-    from horovod_train.commands.doctor_checks import run_checks
     from horovod_train.distributed.start import start
     from horovod_train.distributed.watchdog.watchdog import stall_environment
 
@@ -125,6 +124,8 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         time.sleep(0.0 if rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
         where = f"on rank {rank} ({socket.gethostname()})"
         return [fail("start", f"Horovod does not start {where}: {text}", "See docs/install.md.")], True
+    from horovod_train.commands.doctor_checks import run_checks  # after Horovod has started
+
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
     local_findings = [vars(finding) for finding in run_checks(group, config, nearest_existing(folder).resolve())]
     # Figures differ between ranks; the exit code must not.
