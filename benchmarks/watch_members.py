@@ -135,7 +135,7 @@ def _beat(now: float) -> Beat:
 
 
 def _keep_training(heartbeat: Heartbeat, until: float) -> None:
-    heartbeat.record_first_step()
+    heartbeat.has_stepped = True
     while time.monotonic() < until:
         with heartbeat.phase("compute"):
             time.sleep(0.5)

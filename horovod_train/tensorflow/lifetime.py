@@ -234,5 +234,5 @@ class _Watch:
 def _probe(group: WorkerGroup) -> tuple[int, str | None, str]:
     step = agreement.exchange_count()
     if step > STEPS_BEFORE_STOP:
-        group.heartbeat.record_first_step()
+        group.heartbeat.has_stepped = True
     return step, None, files_being_read()

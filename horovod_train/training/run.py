@@ -210,7 +210,7 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     with said_if_slow("compiling the first step, which takes minutes for large models", unless=clock.is_running):
         done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
     run.group.heartbeat.phase("train")
-    run.group.heartbeat.record_first_step()
+    run.group.heartbeat.has_stepped = True
     if not clock.is_running:
         stopping.pace.forget()  # the first call compiles; later ones are faster
     clock.count(done, _move_on(state, run.parts.train, ids, audit))

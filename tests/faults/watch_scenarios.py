@@ -146,7 +146,7 @@ def take_steps(group: Group, trouble: Callable[[Group], None]) -> None:
             trouble(group)
         with group.heartbeat.phase("exchange"):
             group.exchange.meet()
-        group.heartbeat.record_first_step()
+        group.heartbeat.has_stepped = True
 
 
 def no_trouble(group: Group) -> None: ...

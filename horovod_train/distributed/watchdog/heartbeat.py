@@ -72,7 +72,9 @@ class Heartbeat:
     def __init__(self) -> None:
         self._probe: Probe | None = None
         self._logged_phase = "start"
-        self._has_stepped = False
+        self.has_stepped = False
+        """Whether a step has been trained. Until then an error counts as found before training; from then on
+        watch.stop_after_s applies outside LONG_PHASES. Set by what trains."""
         self._phase = ("start", "", 0)
         self._outer_phase = "start"
         self._beat = Beat("start", None, "", 0, 0.0)
@@ -100,15 +102,6 @@ class Heartbeat:
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
-    def record_first_step(self) -> None:
-        """Record that the first step is over: outside LONG_PHASES, watch.stop_after_s applies from now on."""
-        self._has_stepped = True
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether a step has been trained: until then an error counts as found before training."""
-        return self._has_stepped
-
     @property
     def name(self) -> str:
         """The main thread's phase; the probe is not read."""
@@ -126,7 +119,7 @@ class Heartbeat:
         now = time.monotonic()
         with self._lock:
             phase = inner if name == TRAIN and inner else name
-            beat = Beat(phase, step, phase_detail or detail, moves, 0.0, self._has_stepped)
+            beat = Beat(phase, step, phase_detail or detail, moves, 0.0, self.has_stepped)
             if not beat.is_unchanged_from(self._beat):
                 self._beat, self._since = beat, now
         return self.last()
