@@ -38,6 +38,9 @@ _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": False}
 def build_contenders(records: Records, window: int, batch_size: int) -> dict[str, Contender]:
     """Build the contenders by name. window: records among which they shuffle."""
     assert isinstance(records.source, TFRecords), f"{records.setting} names records of another kind"
+    assert all(
+        not feature.max_length or not (feature.shape or feature.decode) for feature in records.schema.features.values()
+    ), "pipelines of tf.data are written here for lists of numbers only"
     scanned, used = records.source.index.files, {*records.schema.inputs, *records.schema.targets}
     files, packing = [file.path for file in scanned], scanned[0].packing
     features = {name: feature for name, feature in records.schema.features.items() if name in used}

@@ -76,14 +76,16 @@ class FailedElsewhere(AlreadySaid):
 
 
 @contextmanager
-def reading(path: str, when: str = "") -> Iterator[None]:
-    """Raise UserError in a block that reads a file, or a folder, if it cannot be read, or is not UTF-8 text.
+def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
+    """Raise UserError in a block that reads a file, or a folder, if it cannot be read.
 
-    when: after "cannot be read" in the error.
+    when: after "cannot be read" in the error. text: whether the file must be UTF-8.
     """
     try:
         yield
     except UnicodeDecodeError as error:
+        if not text:
+            raise
         raise UserError(f"{path}: cannot be read{when}: not UTF-8 text.") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read{when}: {error.strerror or error}.") from error

@@ -62,6 +62,9 @@ COMMANDS = {
 ON_RANKS = {"doctor", "evaluate", "predict"}
 """Commands whose ranks meet, as those of a training run."""
 
+IMPORT_USERS_CODE = {"bench", "check-data", "evaluate", "export", "plan", "predict"}
+"""Commands that import what a config names: models, and sources of records before TensorFlow is loaded."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
@@ -124,6 +127,8 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
             arguments = parser.parse_intermixed_args(argv)
         except TypeError:  # a command of subcommands, each with its own arguments
             arguments = parser.parse_args(argv)
+        if name in IMPORT_USERS_CODE:
+            logs.choose_backend()
     with _root_speaks_first(), logs.to_console(_rank() == 0, show=to_stderr):
         return int(module.run(arguments))
 
@@ -136,6 +141,7 @@ def _train(argv: Sequence[str]) -> int:
             arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
         if not arguments.print_config:
             launch.check()
+            logs.choose_backend()
         is_first_run = not arguments.config
         if is_first_run:
             arguments.config = [first_run.CONFIG]

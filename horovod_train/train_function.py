@@ -70,6 +70,7 @@ def _train_here(config: Config, output_dir: str) -> bool:
 
     launch = launcher.detect()
     launch.check()
+    logs.choose_backend()
     check_paths(config, output_dir, launch)
     logs.load_tensorflow()
     from horovod_train.training import run

@@ -36,10 +36,10 @@ from horovod_train.distributed.horovod_info import (
 )
 from horovod_train.distributed.launch.local import list_gpus
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
+from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
 from horovod_train.output.removal import Artifact, remove
 from horovod_train.shown_text import listed
-from horovod_train.tensorflow import DistributedOptimizer
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SLOW_GB_PER_S = 0.1
@@ -72,14 +72,14 @@ def run_checks(group: WorkerGroup, config: Config | None, folder: Path) -> Itera
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
     """Collective: the versions, and whether all ranks have the same versions, code and config."""
     versions = consistency.versions() | {name: _version(name) for name in ("numpy", "mpi4py")}
-    listed = ", ".join(f"{name} {value}" for name, value in versions.items())
+    shown = ", ".join(f"{name} {value}" for name, value in versions.items())
     facts = {f"version of {name}": value for name, value in versions.items()}
     facts["code of horovod_train"] = consistency.code_digest()
     what = "versions and code"
     if config is not None:
         facts["config"] = consistency.digest(dump(config).encode())
         what = "versions, code and config"
-    findings = [ok("versions", listed, versions)]
+    findings = [ok("versions", shown, versions)]
     try:
         consistency.check(group, facts, "now")
     except RanksDisagree as error:
@@ -272,7 +272,11 @@ def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, kernel_initializer=kernel)])
     optimizer = keras.optimizers.SGD(0.1)
     if distributed:
-        optimizer = DistributedOptimizer(optimizer)
+        combine = GradientExchange(owner="doctor").combine_each  # as training combines them
+        distribute(
+            optimizer,
+            lambda optimizer, gradients, variables: optimizer.apply_combined(combine(gradients, "doctor"), variables),
+        )
     optimizer.build(model.trainable_variables)
     rng = np.random.default_rng(group.rank)
     inputs, targets = (tf.constant(rng.normal(size=(8, width)), tf.float32) for width in (5, 2))
@@ -331,13 +335,13 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[st
     because hosts may use different names.
     """
     hosts = {host: interfaces for host, interfaces, _ in rows}
-    listed = "; ".join(
+    shown = "; ".join(
         f"{host}: " + ", ".join(f"{name} {interface.address}{_speed(interface)}" for name, interface in table.items())
         for host, table in list(hosts.items())[:4]
     )
     chosen = sorted({(name, host) for host, _, names in rows for name in names})
     used = sorted({name for name, _ in chosen})
-    text = f"{listed}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
+    text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
     facts: dict[str, object] = {
         "interfaces": {
             host: {name: list(each) for name, each in interfaces.items()} for host, interfaces in hosts.items()

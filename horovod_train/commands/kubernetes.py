@@ -318,7 +318,7 @@ def _pod(job: Job, command: Sequence[str], environment: Sequence[Manifest], *, i
 
 
 def _read(file: str) -> str:
-    with reading(file):
+    with reading(file, text=True):
         return Path(file).read_text(encoding="utf-8")
 
 

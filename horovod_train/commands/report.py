@@ -202,9 +202,9 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     """
     if not path.exists():
         return
-    begins = [(start.from_step, start.begin) for start in starts if start.trained] or [(0, 0.0)]
+    trained_from = [(start.from_step, start.begin) for start in starts if start.trained] or [(0, 0.0)]
     for row in metrics_in(lines_in(path.read_bytes())):
-        begin = next((time for from_step, time in reversed(begins) if from_step < row.step), begins[0][1])
+        begin = next((time for from_step, time in reversed(trained_from) if from_step < row.step), trained_from[0][1])
         yield row._replace(seconds=begin + row.seconds)
 
 

@@ -372,10 +372,12 @@ def gpus_in(gres: str | None) -> int:
 
 
 def _read_site(file: Path) -> dict[str, Any]:
-    with reading(str(file)):
-        if not file.exists():
+    with reading(str(file), text=True):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
             return {}
-        node = compose(file.read_text(encoding="utf-8"), str(file))
+    node = compose(text, str(file))
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):

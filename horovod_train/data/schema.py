@@ -109,7 +109,7 @@ def schema_of_names(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
 
 def load_schema(path: str, storage: Storage = DEFAULT) -> Schema:
     """Read one dataset.json. Raises UserError."""
-    with reading(path):
+    with reading(path, text=True):
         text = storage.read_all(path).decode()
     try:
         content = json.loads(text)

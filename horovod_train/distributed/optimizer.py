@@ -147,7 +147,9 @@ def _distributed(base: type, apply_distributed: Apply) -> type:
             super().apply(grads, trainable_variables)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            apply_distributed(self, grads, trainable_variables)
+            # As Keras takes them: any iterables, which are read more than once here.
+            variables = None if trainable_variables is None else list(trainable_variables)
+            apply_distributed(self, list(grads), variables)
 
     return Distributed
 

@@ -39,7 +39,7 @@ def synchronise_batch_norm(
     Returns the same model with the same weights. The class of each such layer becomes a subclass with the same name, so
     the model is saved as a plain one and loads without Horovod. The moving statistics are equal on all ranks. Every
     rank must call the model in training equally often, and without jit_compile: XLA cannot compile the exchange, and
-    tracing it raises UserError. deterministic: as in DistributedOptimizer. owner: what messages call it.
+    tracing it raises UserError. deterministic: as in GradientExchange. owner: what messages call it.
 
     Raises UserError if there is no such layer, or one that cannot be synchronised.
     """

@@ -125,13 +125,21 @@ def _is_handled_below_root(record: logging.LogRecord) -> bool:
     return False
 
 
+def choose_backend() -> None:
+    """Make TensorFlow Keras' backend, whatever keras.json says: before a user's code may import Keras.
+
+    Raises UserError if the environment chooses another one.
+    """
+    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
+        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
+
+
 def load_tensorflow() -> None:
     """Import TensorFlow and Keras and let TensorFlow look for GPUs, which is when it prints.
 
     Raises UserError if the environment chooses another backend of Keras.
     """
-    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
-        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
+    choose_backend()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _without_noise(), _without(_SPARED), _without_collecting_garbage():
         import tensorflow as tf

@@ -53,7 +53,7 @@ from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
 
 _RANKS_SHOWN = 3
-"""Differences and lengths that a message names."""
+"""Differences that a message names."""
 
 log = logging.getLogger(__name__)
 

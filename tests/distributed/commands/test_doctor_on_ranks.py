@@ -113,7 +113,7 @@ def test_settings_that_are_shown_are_those_that_horovod_finds(rank_facts: RankFa
         assert all(shown == set_ for shown, set_ in facts["settings"].values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(tmp_path: Path) -> None:
     script = tmp_path / "late.sh"
     script.write_text(

@@ -102,7 +102,7 @@ def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, l
     assert figures["weights"] == "ema"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None:
     """The negative of the above; and `best` and a path name the checkpoints that they should."""
     rows = metrics_of(run_dir, "eval")

@@ -67,10 +67,12 @@ def as_class(folder: Path, arrays: Arrays) -> str:
 
 
 Store = Callable[[Path, Arrays], str]
-FORMS = [as_hdf5, as_npy, as_parquet, as_class]
+FORMS = [
+    pytest.param(as_hdf5, marks=pytest.mark.long),
+    *(pytest.param(form, marks=pytest.mark.exhaustive) for form in (as_npy, as_parquet, as_class)),
+]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("store", FORMS)
 def test_stopped_and_resumed_at_other_numbers_of_ranks_each_record_once(
     store: Store, arrays: Arrays, tmp_path: Path

@@ -215,7 +215,7 @@ def test_wrong_weights_are_one_line(start: Start, name: str) -> None:
     assert expected in line
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_record_with_a_negative_weight_is_named_or_left_out(start: Start, here: Path, tmp_path: Path) -> None:
     """The weight may be scaled: x and importance − 1 are negative in some records."""
     data = yaml.safe_load((here / "data" / "dataset.json").read_text())["features"]

@@ -406,3 +406,21 @@ def test_a_disk_without_room_for_the_checkpoints_is_a_note_or_a_fault(
     assert plan._lack_of_room(config, {"checkpoints": {**saved, "bytes_each": None}}) is None
     with pytest.raises(UserError, match=r"expected 11\.0 MB or more, which one checkpoint takes"):
         plan._lack_of_room(config, {"checkpoints": {**saved, "bytes_each": 11 * 10**6}})
+
+
+def test_a_source_that_imports_keras_gets_tensorflow_whatever_keras_json_says(tmp_path: Path) -> None:
+    """Before the command itself loads TensorFlow."""
+    (tmp_path / "keras").mkdir()
+    (tmp_path / "keras/keras.json").write_text(json.dumps({"backend": "jax"}))
+    source = "import keras\nimport numpy as np\nassert keras.backend.backend() == 'tensorflow'\nclass Rows:\n"
+    source += "    def __init__(self, path): ...\n    def __len__(self): return 32\n"
+    source += "    def __getitem__(self, record): return {'x': np.float32(record), 'y': np.float32(0)}\n"
+    (tmp_path / "rows.py").write_text(source)
+    data = "{source: 'rows:Rows', train: rows, inputs: [x], targets: [y], global_batch_size: 8}"
+    (tmp_path / "c.yaml").write_text(f"data: {data}\nmodel: mlp\nloss: mse\noptimizer: sgd\ntrain: {{epochs: 1}}\n")
+    environment = rank_environment() | {"KERAS_HOME": str(tmp_path / "keras")}
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    words = ["plan", "--config", str(tmp_path / "c.yaml"), "--fast"]
+    finished = run_process([sys.executable, "-m", "horovod_train.main", *words], environment=environment)
+    assert finished.returncode == 0, finished.text
+    assert "32" in finished.stdout

@@ -95,6 +95,19 @@ def test_a_gradient_is_scaled_by_its_share_and_exchanged_before_it_is_applied() 
     assert Given().apply([1.0, 0.0], [0.0, 3.0], [1.0, 1.0], share=0.5) == [1.0 - 2.0, 1.0 - 4.0]
 
 
+def test_gradients_and_variables_are_any_iterables_as_keras_takes_them() -> None:
+    given = Given()
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with given.shares.of_pass(None):
+            given.update.begin_pass()
+            given.optimizer.apply(iter([tf.constant([1.0, 2.0])]), iter([given.weight]))
+
+    step()
+    assert given.weight.numpy().tolist() == [1.0 - 2.0, 1.0 - 4.0]
+
+
 @pytest.mark.parametrize(("gradient", "loss"), [([1.0, np.nan], 1.0), ([1.0, 1.0], np.inf)], ids=["gradient", "loss"])
 def test_numbers_that_are_not_finite_are_not_applied(gradient: list[float], loss: float) -> None:
     given = Given()
