@@ -89,28 +89,23 @@ def _load(name: str, where: str, every_steps: int) -> Hook:
         inspect.signature(hook.function).bind(None, 0)
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}: {name} must be a function (run, step): {error}.") from error
-    return dataclasses.replace(hook, function=_OnAllRanks(name, hook.function))
+    return dataclasses.replace(hook, function=_on_all_ranks(name, hook.function))
 
 
-@dataclass(frozen=True)
-class _OnAllRanks:
-    """Calls a user's function on every rank, and returns the first rank's reason to stop on all of them."""
+def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
+    """Return a hook that calls a user's function on every rank, and returns the first rank's reason to stop on all."""
 
-    name: str
-    function: Any
+    def call(run: Any, step: int) -> StopReason | None:
+        with run.outside_training(HOOK, f"calling {name}"):
+            # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them of its failure.
+            with raised_as(f"hooks: {name} failed after step {step}", has_stepped=run.group.heartbeat.has_stepped):
+                reason: Any = function(run, step)
+            if reason is None or isinstance(reason, StopReason):
+                return _first_reason(run.group, reason)
+            kind = type(reason).__name__
+            raise RunError(f"hooks: {name} must return a StopReason or None; after step {step} it returned {kind}.")
 
-    def __call__(self, run: Any, step: int) -> StopReason | None:
-        with run.outside_training(HOOK, f"calling {self.name}"):
-            return _first_reason(run.group, self._call(run, step))
-
-    def _call(self, run: Any, step: int) -> StopReason | None:
-        # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them of its failure.
-        with raised_as(f"hooks: {self.name} failed after step {step}", has_stepped=run.group.heartbeat.has_stepped):
-            reason = self.function(run, step)
-        if reason is None or isinstance(reason, StopReason):
-            return reason
-        kind = type(reason).__name__
-        raise RunError(f"hooks: {self.name} must return a StopReason or None; after step {step} it returned {kind}.")
+    return call
 
 
 @contextmanager
