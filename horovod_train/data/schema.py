@@ -174,7 +174,11 @@ def _first_difference(first: Schema, other: Schema) -> str | None:
 
 
 def check_same_classes(
-    named: Mapping[str, Sequence[str]], where: str, others: Mapping[str, Sequence[str]], other: str
+    named: Mapping[str, Sequence[str]],
+    where: str,
+    others: Mapping[str, Sequence[str]],
+    other: str,
+    advice: str = "Give both the same classes in one order, also those of which one has no record.",
 ) -> None:
     """Raise UserError if a label stands for another class in other records. named, others: their classes by feature."""
     for name in named:
@@ -185,7 +189,7 @@ def check_same_classes(
         number, (here, there) = next((number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1])
         raise UserError(
             f"{other}: {name} {number} is {here}; in {where} it is {there}, so labels would stand for other classes. "
-            "Give both the same classes in one order, also those of which one has no record."
+            f"{advice}"
         )
 
 

@@ -117,7 +117,8 @@ def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same. "
             f"Resume with {train.order_settings.format(seed=seed, batch=batch)}; or from the end of an epoch."
         )
-    check_same_classes(facts.class_names, str(checkpoint.folder), train.class_names, "data.train")
+    advice = "Resume with the classes as they were, or begin a run with model.init_from."
+    check_same_classes(facts.class_names, str(checkpoint.folder), train.class_names, "data.train", advice)
     if changed:
         log.warning(f"the training data are not those of {checkpoint.folder}: data.train now {changed}")
     steps, epochs = facts.step, facts.epoch

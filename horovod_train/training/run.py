@@ -112,7 +112,7 @@ def _begin_files(run: Run) -> Audit:
 def _check_room(run: Run, first_step: int) -> None:
     """Raise UserError on root if no checkpoint fits on the disk; warn if not all that are kept do."""
     if first_step >= run.parts.last_step:
-        return  # a run that is done must not need room; what its end may still change is saved or said to be lost
+        return  # a run that is done must end without room too; a save at its end that fails is said then
     state, config = run.state, run.config.checkpoint
     saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
     run.store.check_room(state.checkpoint_bytes(run.group.size), most_at_once(config, saves))
@@ -173,11 +173,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     stop = requested or ended
     if stop in (LEASE_LOST, SAVES_FAILED):
         _raise_on_root(run)
-    at_end = ("stopped" if stop and stop.restartable else "done", "always")
-    due = [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)]
-    if parts.callbacks.train_ended_at == step:  # an earlier start has come to this end, called them and saved
-        due = [hook for hook in due if hook not in parts.users_hooks]
-    reason = _call(run, step, due)
+    reason = _call_at_end(run, step, [hook for hook in hooks if not hook.is_due(step)], stop)
     if reason and not requested:  # may be an evaluation interrupted by a stop request
         requested = stopping.vote()
     return requested or ended or reason or DONE
@@ -259,6 +255,22 @@ def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
     """Call all hooks; return the first stop reason, or None."""
     reasons = [hook.function(run, step) for hook in hooks]
     return next((reason for reason in reasons if reason), None)
+
+
+def _call_at_end(run: Run, step: int, hooks: Sequence[Hook], stop: StopReason | None) -> StopReason | None:
+    """Call the hooks of a done or of a stopped run; return the first stop reason, or None.
+
+    A stop request may interrupt the last evaluation: then the run is a stopped one from there on.
+    """
+    reason, is_done = None, not (stop and stop.restartable)
+    # An earlier start has come to this end, called them and saved.
+    left_out = run.parts.users_hooks if is_done and run.parts.callbacks.train_ended_at == step else ()
+    for hook in hooks:
+        if hook.at_end in ("done" if is_done else "stopped", "always") and hook not in left_out:
+            given = hook.function(run, step)
+            reason = reason or given
+            is_done = is_done and not (given and given.restartable)
+    return reason
 
 
 @contextmanager

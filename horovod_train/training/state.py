@@ -39,7 +39,8 @@ SLOT = "average"
 class TrainState:
     """A model, the optimizers that its step applies, and the place of the run in the data.
 
-    step: updates tried so far (int64). With a LossScaleOptimizer `optimizer.iterations` counts those applied.
+    step: updates tried so far (int64). With a LossScaleOptimizer `optimizer.iterations` counts those applied. A step
+    without any record counts, and is no update.
     epoch: complete passes; records: records used in the current epoch over all ranks (int64).
     tracked: other variables to keep across a resume, by name, such as the best value so far.
     """

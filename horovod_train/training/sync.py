@@ -169,6 +169,7 @@ class Local(SyncStrategy):
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
         counters = [as_tf_variable(variable) for variable in parts.forward_state]
         self.of_root = [variable for variable in counters if not variable.dtype.is_floating]
+        self._is_root = tf.Variable(self.group.is_root, trainable=False)  # not a constant: see ForwardState
         self.settled = settled_step()
         self.squared_distance = tf.Variable(0.0, trainable=False)
         """float32: squared distance of this rank's variables from the mean, at the last average."""
@@ -246,7 +247,7 @@ class Local(SyncStrategy):
             squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
             variable.assign(mean)
         for index, variable in enumerate(self.of_root):
-            value = tf.cast(variable, tf.int64) if self.group.is_root else tf.zeros(variable.shape, tf.int64)
+            value = tf.where(self._is_root, tf.cast(variable, tf.int64), tf.zeros(variable.shape, tf.int64))
             variable.assign(tf.cast(self.group.sum_in_step(value, f"local.root.{index}"), variable.dtype))
         self.squared_distance.assign(tf.add_n(squares))
         self.has_averaged.assign(True)

@@ -259,7 +259,10 @@ class Update:
             is_cause.assign(tf.logical_or(is_cause, tf.logical_not(are_finite(local))))
             return tf.constant(True)
 
-        failed.assign(tf.cond(are_finite(gradients), update, skip))
+        is_good = are_finite(gradients)
+        if self.is_empty is not None:  # what waits, with a delay, is judged when it is applied
+            is_good = tf.logical_or(self.is_empty, is_good)
+        failed.assign(tf.cond(is_good, update, skip))
 
     def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: Sequence[Any] | None) -> None:
         """Apply gradients, unless they are of no record: momentum and decay would move weights by gradients of 0."""
@@ -267,10 +270,15 @@ class Update:
             optimizer.apply_combined(gradients, variables)
             return
 
+        def only_count() -> None:  # for schedules, which count steps; a LossScaleOptimizer counts those that it applies
+            if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                for each in (optimizer, *inside_optimizer(optimizer)):
+                    each.iterations.assign_add(1)
+
         def apply() -> None:
             optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
 
-        tf.cond(self.is_empty, lambda: None, apply)
+        tf.cond(self.is_empty, only_count, apply)
 
 
 def _identity(gradient: Any) -> Any:

@@ -191,9 +191,11 @@ class TrainStep:
             self.update.is_empty = is_empty
             with self._without_poison():
                 loss = self._compute(parts, totals)
+            self.update.is_empty = None
         if loss is not None:
-            before_last = state.failure.last_loss.read_value() if state.synchronization.delay else loss
-            state.failure.last_loss.assign(loss)
+            last = state.failure.last_loss.read_value()
+            before_last = last if state.synchronization.delay else loss
+            state.failure.last_loss.assign(loss if is_empty is None else tf.where(is_empty, last, loss))
             is_bad = tf.logical_not(tf.math.is_finite(loss)) if self.update.holds_back else None
             state.note_loss(loss, _any(is_empty, is_bad))
         else:
@@ -204,7 +206,8 @@ class TrainStep:
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
             self.forward_state.combine(before, self.shares, is_empty)
         with tf.name_scope("update_parameters"):
-            has_failed = self._end_update(failed, before_last, None if state.synchronization.delay else batch)
+            noted = None if state.synchronization.delay else batch
+            has_failed = self._end_update(failed, is_empty, before_last, noted)
         with tf.name_scope("exchange"):
             return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step), is_empty))
 
@@ -334,25 +337,29 @@ class TrainStep:
         """Whether ranks exchange numbers of records, or what losses are divided by, before they compute."""
         return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead)
 
-    def _end_update(self, failed: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> tf.Tensor:
+    def _end_update(
+        self, failed: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None
+    ) -> tf.Tensor:
         """Note whether the update has failed; update averages if not. Return whether this rank has failed for good.
 
         loss, batch: of the step in which the gradients were computed; None: they are of an earlier batch.
         """
         if self.update.holds_back:
-            self._end_update_or_skip(failed, loss, batch)
+            self._end_update_or_skip(failed, is_empty, loss, batch)
             return self.state.failure.step > 0
         state = self.state
-        self._update_averages(self.update.is_empty)
+        self._update_averages(is_empty)
         tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
         return failed
 
     def _note_failure(self, step: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int, batch: Batch | None) -> None:
         self.state.failure.note(step, self.update.optimizers.is_cause, loss, skips, batch, self.labels)
 
-    def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> None:
+    def _end_update_or_skip(
+        self, skips: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None
+    ) -> None:
         state = self.state
-        self._update_averages(_any(skips, self.update.is_empty))
+        self._update_averages(_any(skips, is_empty))
 
         def note() -> tf.Tensor:
             self.skipped.assign_add(1)
@@ -362,7 +369,9 @@ class TrainStep:
             self.update.optimizers.is_cause.assign(False)
             return in_a_row + 1
 
-        self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: tf.constant(0)))
+        before = self.skipped_in_a_row.read_value()
+        otherwise = tf.constant(0) if is_empty is None else tf.where(is_empty, before, 0)
+        self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: otherwise))
 
     def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
         averages, step = self.state.averages, tf.identity(self.state.step)

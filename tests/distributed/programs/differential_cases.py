@@ -326,6 +326,11 @@ CASES: dict[str, Case] = {
     ),
     "layer with a scale": Case(dense(extra=(Scaling,))),
     "layer with a counter": Case(dense(extra=(Counting,))),
+    "layer with a counter, local": Case(
+        dense(extra=(Counting,)),
+        config={"train": {"synchronization": "local", "average_every_steps": 2}},
+        equal_on=(1,),
+    ),
     "layer that assigns in evaluations": Case(dense(extra=(Following,))),
     "SpectralNormalization": Case(dense(extra=(lambda: layers.SpectralNormalization(layers.Dense(6)),))),
     "Normalization": Case(normalised),

@@ -29,7 +29,7 @@ CORE = {
     ],
     3: [
         *("plain", "mask, mean_with_sample_weight, weights", "own train_step, weights"),
-        "BatchNormalization, synchronised, accumulated",
+        *("BatchNormalization, synchronised, accumulated", "layer with a counter, local"),
     ],
 }
 """By ranks. One has those that ranks have no part in, or that are of a kind that three have."""

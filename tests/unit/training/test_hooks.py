@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tensorflow as tf
 import user_hooks
 
 from horovod_train.errors import UserError
-from horovod_train.training.hooks import at, every, load_hooks
+from horovod_train.training.hooks import StopReason, at, every, load_hooks
+from horovod_train.training.hooks.evaluate import _evaluate_all
+from horovod_train.training.run import DONE, _call_at_end
+
+REQUEST = StopReason("SIGTERM", restartable=True)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +68,57 @@ def test_a_module_that_fails_when_it_is_imported_is_named(tmp_path: Path, monkey
         UserError, match=r"hooks\[0\]: failing_hooks cannot be imported: ValueError: .*failing_hooks.py:3"
     ):
         load_hooks(["failing_hooks:note"], every_steps=1)
+
+
+def called_at_end(stop: StopReason | None, *, told_at: int = -1, evaluation: StopReason | None = None) -> list[str]:
+    """Which hooks are called at the end of a run at step 9. told_at: the step of an end that was saved."""
+    called: list[str] = []
+
+    def noting(name: str, gives: StopReason | None = None) -> Any:
+        return lambda run, step: (called.append(name), gives)[1]
+
+    users = tuple(every(None, noting(f"user's {at_end}"), at_end=at_end) for at_end in ("done", "stopped", "always"))
+    hooks = [
+        every(None, noting("evaluate", evaluation), at_end="done"),
+        every(None, noting("callbacks"), at_end="done"),
+        *users,
+        every(None, noting("save"), at_end="always"),
+    ]
+    parts = SimpleNamespace(users_hooks=users, callbacks=SimpleNamespace(train_ended_at=told_at))
+    _call_at_end(SimpleNamespace(parts=parts), 9, hooks, stop)  # type: ignore[arg-type]
+    return called
+
+
+def test_hooks_at_the_end_are_those_of_how_a_run_ends() -> None:
+    done = ["evaluate", "callbacks", "user's done", "user's always", "save"]
+    stopped = ["user's stopped", "user's always", "save"]
+    assert called_at_end(None) == done
+    assert called_at_end(DONE) == done
+    assert called_at_end(REQUEST) == stopped
+    # A request interrupts the last evaluation: the next start ends the run.
+    assert called_at_end(None, evaluation=REQUEST) == ["evaluate", *stopped]
+    # What they changed at this step has been saved; a stop of a run that was extended is another end.
+    assert called_at_end(None, told_at=9) == ["evaluate", "callbacks", "save"]
+    assert called_at_end(REQUEST, told_at=9) == stopped
+
+
+@pytest.mark.parametrize(("reason", "left"), [(REQUEST, 1.0), (None, 3.0)])
+def test_an_evaluation_that_is_interrupted_leaves_no_weight_that_it_assigns(
+    reason: StopReason | None, left: float
+) -> None:
+    """The run that resumes evaluates from the first record."""
+    weight = tf.Variable(1.0)
+    state = SimpleNamespace(variables=[weight], values=lambda: [weight.read_value()])
+    step: Any = SimpleNamespace(
+        counter=SimpleNamespace(step=0), forward_state=state, run=lambda *batch: weight.assign_add(1.0)
+    )
+    asked: Iterator[StopReason | None] = iter([None, reason])
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(step=5),
+        config=SimpleNamespace(train=SimpleNamespace(steps_per_call=1)),
+        group=SimpleNamespace(heartbeat=SimpleNamespace(probing=lambda counter: nullcontext())),
+        stopping=SimpleNamespace(vote_periodically=lambda: next(asked)),
+    )
+    pipeline: Any = SimpleNamespace(one_epoch=lambda steps: [(None, 1, None)] * 2, explaining=nullcontext)
+    assert _evaluate_all(run, pipeline, step) == reason
+    assert float(weight) == left

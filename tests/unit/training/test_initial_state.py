@@ -140,7 +140,7 @@ def test_a_rate_that_a_callback_has_set_returns_unless_the_model_has_another_now
         group=SimpleNamespace(raise_together=nullcontext),
         parts=SimpleNamespace(
             early_stopping=SimpleNamespace(best=SimpleNamespace(evaluations_since=tf.Variable(0))),
-            train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1),
+            train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1, class_names={}),
         ),
         state=compiled(built),
     )

@@ -17,7 +17,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.training.sync import STRATEGIES, EveryStep, Local, Stale, SyncParts
 
-ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0))
+ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0, is_root=True))
 
 
 def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
