@@ -13,6 +13,7 @@ hosts meet.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import shutil
 import signal
@@ -26,12 +27,14 @@ from typing import Literal, NamedTuple
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
 from horovod_train.commands.cli import Parser, add_config_arguments, at_least_0, count, load_config
 from horovod_train.commands.first_run import CONFIG
+from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch import hosts, launcher
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.hosts import Host
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
 from horovod_train.distributed.launch.started_ranks import (
+    SAVE_WITHIN_S,
     SSH_LOST,
     Ended,
     Kind,
@@ -49,6 +52,8 @@ from horovod_train.shown_text import printable, without_secrets
 
 MAX_PAUSE_S = 60.0
 """The longest pause before a start. Starts that made progress are followed by the next one without a pause."""
+CUT_OFF_S = WatchConfig().first_step_after_s
+"""How long a rank that is cut off with its host may run before the watch ends it, where no config says so."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +232,8 @@ class Program(NamedTuple):
     later: list[str]
     run_dir: Path | None
     """Where its checkpoints are; None if not known."""
+    cut_off_s: float = CUT_OFF_S
+    """How long one of its ranks may run after it is cut off from the others."""
 
 
 def _program(arguments: argparse.Namespace) -> Program:
@@ -252,7 +259,8 @@ def _program(arguments: argparse.Namespace) -> Program:
     resume = parsed.resume or config.checkpoint.resume
     # A run that was to begin anew has begun; what it has saved since is its own.
     later = [*command, "--resume", "auto"] if resume == "never" else command
-    return Program(command, later, Path(config.output_dir) if config.output_dir else None)
+    run_dir = Path(config.output_dir) if config.output_dir else None
+    return Program(command, later, run_dir, max(CUT_OFF_S, config.watch.first_step_after_s))
 
 
 class Verdict(NamedTuple):
@@ -266,7 +274,7 @@ class Verdict(NamedTuple):
 def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> Verdict:
     """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has.
 
-    is_first: whether no start came before, of which a rank on a host that is lost may still run.
+    is_first: whether no ranks were started before, of which one on a host that is lost may still run.
     """
     codes = set(ended.codes.values())
     if codes == {0}:
@@ -280,7 +288,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
     first = ended.codes.get(ended.first, 1)
     how = _how_it_ended(kind, ended.first, first)
     if STOPPED in codes and codes <= SAVED:
-        return Verdict("stop", STOPPED, f"the run has saved; remove the file {STOP_FILE} before it is started again")
+        why = f"exit code {STOPPED}: the run has saved; remove the file {STOP_FILE} before it is started again"
+        return Verdict("stop", STOPPED, why)
     if asked_by:
         is_saved = codes <= SAVED
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
@@ -288,7 +297,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
     if codes <= SAVED:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
     if InUse.exit_code in codes:
-        return Verdict("stop" if is_first else "again", InUse.exit_code, "another run has the run directory")
+        why = f"exit code {InUse.exit_code}: another run has the run directory"
+        return Verdict("stop" if is_first else "again", InUse.exit_code, why)
     return Verdict("again", first, how)
 
 
@@ -327,9 +337,10 @@ class Supervisor:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         restarts, in_vain, waits, newest = 0, 0, 0, self._newest()
+        has_run, in_use_since = False, math.inf
         while True:
             self._say_start(restarts, newest)
-            verdict, seconds, lost = self._start(is_first=not restarts)
+            verdict, seconds, lost = self._start(is_first=not has_run)
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows != "again":
                 self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
@@ -337,14 +348,21 @@ class Supervisor:
             before, newest = newest, self._newest()
             if lost:  # else no rank has trained, as while hosts do not answer
                 in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
-            if restarts == self.max_restarts:
+                has_run, in_use_since = True, math.inf
+            is_in_use = verdict.code == InUse.exit_code
+            if is_in_use:
+                in_use_since = min(in_use_since, time.monotonic())
+                if (waited_s := time.monotonic() - in_use_since) > self.program.cut_off_s + SAVE_WITHIN_S:
+                    return self._give_up(f"{after}; it has been so for {waited_s:.0f} s", verdict.code)
+            elif restarts == self.max_restarts:
                 return self._give_up(f"{after}; --max-restarts {self.max_restarts} is used up", verdict.code)
             if in_vain >= 2 and lost:
                 if self.ranks == self.min_ranks:
                     where = "no checkpoint" if newest is None else f"no checkpoint after that of step {newest}"
                     return self._give_up(f"{after}; two starts in a row have left {where}", verdict.code)
                 self.ranks, in_vain = max(self.min_ranks, self.ranks - lost), 0
-            restarts, waits = restarts + 1, 0 if lost else waits + 1
+            # A directory in use is waited for by time: a rank that is cut off may have it for half an hour.
+            restarts, waits = restarts + (not is_in_use), 0 if lost else waits + 1
             # Hosts that do not answer may need minutes; ranks that fail without progress need some distance in time.
             in_a_row = in_vain if lost else waits
             pause_s = min(MAX_PAUSE_S, 2.0 ** (in_a_row - 1)) if in_a_row else 0.0
