@@ -19,6 +19,9 @@ from typing import Literal
 
 Way = Literal["mpirun", "horovodrun"]
 
+_ALLOCATION = ("SLURM_JOBID", "SLURM_TASKS_PER_NODE", "PBS_ENVIRONMENT", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
+"""By these Open MPI, horovodrun and launcher find the hosts of an allocation. Names and ends of jobs are in others."""
+
 _TRY_WITHIN_S = 20.0
 _END_WITHIN_S = 5.0
 # In one write: mpirun may interleave the output of the processes.
@@ -32,24 +35,26 @@ def launch_command(way: Way, ranks: int) -> list[str]:
     are allowed. Over MPI they meet in shared memory only, so that no rank listens on the host's network.
     """
     if way == "horovodrun":
-        return [*_given_home(), "horovodrun", "--gloo", "-np", str(ranks)]
+        return [*_of_this_host(), "horovodrun", "--gloo", "-np", str(ranks)]
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     own = ["--mca", "btl", "self,vader", "--bind-to", "none", "--oversubscribe", "-np", str(ranks)]
-    return [*_given_home(), "mpirun", *as_root, *own]
+    return [*_of_this_host(), "mpirun", *as_root, *own]
 
 
-def _given_home() -> list[str]:
-    """Return the words before a command that give it a home folder if the user has neither HOME nor a passwd entry.
+def _of_this_host() -> list[str]:
+    """Return the words before a command by which it starts its processes here, with a home folder.
 
-    So it is in a container that runs as another user. Open MPI 4.1's mpirun ends by a segmentation fault there, and
+    In an allocation of several hosts, mpirun and horovodrun would ask the scheduler where to start them. A user in a
+    container may have neither HOME nor a passwd entry: Open MPI 4.1's mpirun ends by a segmentation fault there, and
     horovodrun makes a folder that is called ~ in the current one.
     """
-    if os.path.expanduser("~") != "~":
-        return []
-    folder = users_folder()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    return ["env", f"HOME={folder}"] if folder.lstat().st_uid == os.geteuid() else []
+    words = [word for name in _ALLOCATION if name in os.environ for word in ("-u", name)]
+    if os.path.expanduser("~") == "~":
+        folder = users_folder()
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        words += [f"HOME={folder}"] if folder.lstat().st_uid == os.geteuid() else []
+    return ["env", *words] if words else []
 
 
 def users_folder() -> Path:

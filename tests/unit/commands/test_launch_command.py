@@ -174,6 +174,26 @@ STEP_OF_ONE = {
 """As in the shell of `srun --pty bash`, or of salloc."""
 
 
+TWO_HOSTS = {
+    "SLURM_JOBID": "1",
+    "SLURM_NODELIST": "n1,n2",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
+
+
+@pytest.mark.parametrize("environment", [STEP_OF_ONE | TWO_HOSTS, {"SLURM_JOB_ID": "1"} | TWO_HOSTS])
+@pytest.mark.parametrize("over", ["auto", "mpi", "gloo"])
+def test_ranks_of_this_host_start_in_an_allocation_of_several(environment: dict[str, str], over: str) -> None:
+    """More of them than are planned for it: neither mpirun nor the ranks take them for those of all hosts."""
+    rank = "from horovod_train.distributed.launch.launcher import detect; detect().check(); print(detect().job)"
+    words = ["-np", "2", "--over", over, "--max-restarts", "0", "--", sys.executable, "-c", rank]
+    finished = run_process([*LAUNCH, *words], environment=rank_environment() | environment)
+    assert finished.returncode == 0, finished.text
+    assert "".join(finished.stdout.split()) == "11"  # mpirun may put both on one line
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
