@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -138,9 +139,14 @@ def is_linked_with_mpi(library: Path) -> bool:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return what CUDA_VISIBLE_DEVICES names, indices or UUIDs; None if it is not set: then all GPUs are visible."""
+    """Return what CUDA_VISIBLE_DEVICES names, indices or UUIDs; None if it is not set: then all GPUs are visible.
+
+    CUDA reads it up to the first index that is none, such as -1.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if visible is None else [name for name in re.split("[, ]+", visible) if name not in ("", "-1")]
+    if visible is None:
+        return None
+    return list(takewhile("-1".__ne__, filter(None, re.split("[, ]+", visible))))
 
 
 def list_gpus() -> dict[int, str]:

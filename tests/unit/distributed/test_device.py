@@ -121,6 +121,19 @@ def test_gpu_is_known_by_its_uuid(name: str, uuid: str | None) -> None:
     assert local.find_uuid(name, dict(enumerate(GPUS))) == uuid
 
 
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [(None, None), ("", []), ("-1", []), ("0,2", ["0", "2"]), ("0,-1,1", ["0"]), ("GPU-aa, 1", ["GPU-aa", "1"])],
+)
+def test_visible_gpus_end_where_cuda_stops_reading(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, names: list[str] | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert local.visible_gpus() == names
+
+
 def test_uuids_are_read_off_the_drivers_list() -> None:
     assert local.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == {0: "GPU-aa", 1: "GPU-bb"}
     assert local.parse_gpus("No devices were found\n") == {}
