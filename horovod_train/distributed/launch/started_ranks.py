@@ -26,6 +26,7 @@ from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, 
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import SAVED
+from horovod_train.output.console import to_stderr
 
 Kind = Literal["rank", "mpirun", "host"]
 """What a process of a start is: a rank, the mpirun of all ranks, or the agent of a host's ranks."""
@@ -49,7 +50,8 @@ _SHELLS = {"sh", "bash", "dash", "ash", "busybox", "ksh", "mksh", "zsh", "fish",
 class Ended:
     """How a start ended. codes: exit code of each process that ended by itself, 128 + signal if it was killed.
 
-    That of mpirun, and of a host's agent, is the first of its ranks that was not 0.
+    Those that were killed because they ran on after others had saved are there too. That of mpirun, and of a host's
+    agent, is the first of its ranks that was not 0.
     """
 
     codes: Mapping[str, int]
@@ -105,13 +107,15 @@ class Started:
         with suppress(psutil.NoSuchProcess):
             mpirun = psutil.Process(self.process.pid)
             for rank in mpirun.children():
-                if rank in self._told or not _has_begun(rank, mpirun):
+                if rank in self._told:
                     continue
-                self._told.add(rank)
-                if self._number == signal.SIGKILL:
+                if self._number == signal.SIGKILL:  # also to a copy of mpirun: it would run on as a rank
+                    self._told.add(rank)
+                    self._send_to_each([rank], signal.SIGKILL)
                     with suppress(ProcessLookupError):
                         os.killpg(rank.pid, signal.SIGKILL)
-                else:
+                elif _has_begun(rank, mpirun):
+                    self._told.add(rank)
                     self._send_to_each(_that_may_end(rank.pid, self._number), self._number)
 
     @property
@@ -240,16 +244,20 @@ class StartedRanks:
     def wait(self) -> Ended:
         """Return when all processes have ended, and what ranks have started too.
 
-        Those that do not end after one has failed are killed.
+        Those that do not end after one has failed, or has saved, are killed.
         """
         codes: dict[str, int] = {}
-        first, kill_at = "", math.inf
+        first, saved, kill_at = "", "", math.inf
         while sum(started.end_rest() for started in self._processes) or len(codes) < len(self._processes):
             for started in self._processes:
                 started.send_late()
                 if started.name not in codes and (code := started.process.poll()) is not None:
                     codes[started.name] = 128 - code if code < 0 else code
-                    if codes[started.name] in SAVED:
+                    if codes[started.name] == 0:
+                        continue
+                    if codes[started.name] in SAVED:  # to a program of the user it may mean something else
+                        saved = saved or started.name
+                        kill_at = min(kill_at, time.monotonic() + SAVE_WITHIN_S)
                         continue
                     first = first or started.name
                     is_lost = started.kind == "host" and codes[started.name] == SSH_LOST
@@ -258,10 +266,24 @@ class StartedRanks:
                         wait_s = SAVE_WITHIN_S
                     kill_at = min(kill_at, time.monotonic() + wait_s)
             if time.monotonic() > kill_at:
+                if not first:
+                    first = self._lose_rest(codes, saved)
                 self.kill()
                 break
             time.sleep(POLL_S)
         return Ended(codes, first, time.monotonic() - self._began)
+
+    def _lose_rest(self, codes: dict[str, int], saved: str) -> str:
+        """Count those that have not ended as killed, and say so; return the first of them. saved: who has ended."""
+        late = [started.name for started in self._processes if started.name not in codes]
+        who = "rank " if self.kind == "rank" else ""
+        for name in late:
+            to_stderr(
+                f"launch: {who}{name} still runs {SAVE_WITHIN_S:.0f} s after {who}{saved} ended with exit code "
+                f"{codes[saved]}, and is killed"
+            )
+        codes.update(dict.fromkeys(late, 128 + signal.SIGKILL))
+        return next(iter(late), "")
 
     def kill(self) -> None:
         """Kill the ranks that still run, and wait for their ends."""

@@ -138,6 +138,25 @@ def test_what_does_not_end_is_killed(tmp_path: Path, rank: str, monkeypatch: pyt
     assert is_over(ranks[0])
 
 
+@pytest.mark.parametrize("code", [75, 76])
+def test_a_rank_that_runs_on_though_another_has_saved_is_killed_and_lost(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    """As one that waits in vain for a rank of a program to which the exit code means something else."""
+    monkeypatch.setattr(started_ranks, "SAVE_WITHIN_S", 0.1)
+    ended = wait(by_launch(2, ["sh", "-c", f"[ $HOROVOD_TRAIN_RANK = 1 ] || exit {code}; {rank}"]))
+    assert (ended.codes, ended.first) == ({"0": code, "1": 137}, "1")
+    assert f"launch: rank 1 still runs 0 s after rank 0 ended with exit code {code}, and is killed" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_rank_may_run_on_though_another_is_done(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_ranks, "SAVE_WITHIN_S", 0.0)
+    ended = wait(by_launch(2, ["sh", "-c", "[ $HOROVOD_TRAIN_RANK = 0 ] || sleep 0.3"]))
+    assert (ended.codes, ended.first) == ({"0": 0, "1": 0}, "")
+
+
 def test_a_shell_of_mpirun_that_catches_a_signal_gets_it(tmp_path: Path) -> None:
     script = f"trap 'exit 75' TERM; touch {tmp_path}/0.begun; while :; do sleep 0.05; done"
     started = start_by_mpirun(1, ["bash", "-c", script])
@@ -146,10 +165,24 @@ def test_a_shell_of_mpirun_that_catches_a_signal_gets_it(tmp_path: Path) -> None
     assert wait(started).codes == {"mpirun": 75}
 
 
-def test_ranks_that_mpirun_has_not_started_yet_get_a_signal() -> None:
+def test_ranks_that_mpirun_has_not_started_yet_get_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = started_ranks._has_begun
+    monkeypatch.setattr(started_ranks, "_has_begun", lambda *_: False)
     started = start_by_mpirun(1, ["sleep", str(2 * HANGS_AFTER_S)])
     started.send(signal.SIGTERM)
+    monkeypatch.setattr(started_ranks, "_has_begun", has_begun)
     assert wait(started).codes == {"mpirun": 128 + signal.SIGTERM}
+
+
+def test_a_rank_that_mpirun_is_starting_is_killed_with_the_others(
+    tmp_path: Path, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not passed over, as by other signals, which it would drop: it would run on without mpirun."""
+    started, ranks = begin(tmp_path, 2, ["bash", "-c", f"{rank}; true"], start_by_mpirun)
+    monkeypatch.setattr(started_ranks, "_has_begun", lambda *_: False)
+    started.kill()
+    wait_until(lambda: all(map(is_over, ranks)))
+    assert not list(tmp_path.glob("*.received"))
 
 
 @pytest.mark.parametrize(("start", "is_signal"), [(by_launch, False), (by_launch, True), (start_by_mpirun, False)])
