@@ -68,7 +68,6 @@ def test_bash_can_parse_the_script_and_its_template(text: str) -> None:
         ("75", "now", 75, True),
         ("2", "now", 2, False),
         ("76", "now", 76, False),  # a file STOP would stop it again
-        ("73", "now", 73, True),  # a rank of the earlier start still has the run directory
         ("75", "1 hour ago", 1, False),  # of an earlier start
         (None, "now", 1, False),
     ],
@@ -76,35 +75,68 @@ def test_bash_can_parse_the_script_and_its_template(text: str) -> None:
 def test_under_horovodrun_the_code_that_rank_0_left_counts(
     tmp_path: Path, left: str | None, age: str, expected: int, is_requeued: bool
 ) -> None:
-    """horovodrun ends with 1 always. The job is being preempted, and its hosts answer."""
+    """horovodrun ends with 1 always."""
     end = tmp_path / "a run" / "logs" / "rank-0.end.json"
     leave = f"""echo '{{"ended": "stopped", "exit_code": {left}, "step": 7}}' > '{end}'; touch -d '{age}' '{end}'"""
     end.parent.mkdir(parents=True)
+    finished = run_job(
+        tmp_path, "horovodrun", f"mkdir -p '{tmp_path}/a run/checkpoints/step-1'; {leave if left else 'true'}; exit 1"
+    )
+    assert finished.returncode == expected, finished.stderr
+    assert ("requeued: " in finished.stdout) == is_requeued
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "body", "said"),
+    [
+        (75, 0, "mkdir -p '{run}/checkpoints/step-2'", "requeued: exit code 75"),
+        (75, 1, "", "not requeued: exit code 75 without a new checkpoint"),
+        (75, 1, "trap 'exit 75' USR1; kill -USR1 $PPID; sleep 9 & wait", "requeued: exit code 75"),
+        (73, 1, "", "requeued: exit code 73"),  # a rank of the earlier start still has the run directory
+        (73, 0, "", ""),
+        (76, 1, "", ""),
+    ],
+)
+def test_a_job_is_requeued_where_another_start_helps(
+    tmp_path: Path, code: int, restarts: int, body: str, said: str
+) -> None:
+    """Not if it has saved nothing and nothing asked it to stop: each start would end so, as by a short max_time."""
+    old = tmp_path / "a run" / "checkpoints" / "step-1"
+    old.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    body = body.format(run=tmp_path / "a run")
+    finished = run_job(tmp_path, "mpirun", f"{body}\nexit {code}", restarts=restarts)
+    assert finished.returncode == code, finished.stderr
+    assert finished.stdout.partition(":")[0] == said.partition(":")[0]
+    assert said in finished.stdout
+
+
+def run_job(folder: Path, launch: str, body: str, *, restarts: int = 1) -> subprocess.CompletedProcess[str]:
+    """The shipped script, whose launcher is a program of the shell. The job is being preempted; its hosts answer."""
     commands = {
-        "horovodrun": f"{leave if left else 'true'}; exit 1",
+        launch: body,
         "srun": "echo here",
-        "scontrol": f"echo JobState=RUNNING PreemptTime=2026; echo $1 >> {tmp_path}/asked",
+        "scontrol": f"echo JobState=RUNNING PreemptTime=2026; echo $1 >> {folder}/asked",
     }
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}:{Path(sys.executable).parent}:$PATH\n")
-    script = SHIPPED.read_text().replace("\nLAUNCH=srun\n", "\nLAUNCH=horovodrun\n")
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "activate").write_text(f"PATH={folder}:{Path(sys.executable).parent}:$PATH\n")
+    script = SHIPPED.read_text().replace("\nLAUNCH=srun\n", f"\nLAUNCH={launch}\n")
     given = {"SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
-    given["SLURM_RESTART_COUNT"] = "1"
+    given["SLURM_RESTART_COUNT"] = str(restarts)
     finished = subprocess.run(
-        ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", str(end.parent.parent)],
+        ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", str(folder / "a run")],
         input=script,
-        env={**os.environ, **given, "VENV": str(tmp_path), "PYTHONPATH": str(PROJECT)},
+        env={**os.environ, **given, "VENV": str(folder), "PYTHONPATH": str(PROJECT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert finished.returncode == expected, finished.stderr
-    assert ("requeued: " in finished.stdout) == is_requeued
-    asked = (tmp_path / "asked").read_text() if is_requeued else ""
-    assert ("requeue" in asked) == is_requeued
+    asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
+    assert ("requeue" in asked) == finished.stdout.startswith("requeued: ")
+    return finished
 
 
 @pytest.mark.parametrize(("task", "output_dir"), [(None, "runs/50%a @VENV@"), ("7", "runs/507 @VENV@")])
