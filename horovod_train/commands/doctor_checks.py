@@ -464,12 +464,19 @@ def check_clocks(group: WorkerGroup) -> CheckResult:
 
 
 def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> CheckResult:
-    """offsets_s: each rank's clock minus root's. Root's own may be the wrong one, so the median counts as right."""
-    apart_s = [offset - statistics.median_low(offsets_s) for offset in offsets_s]
-    worst = max(range(len(apart_s)), key=lambda rank: abs(apart_s[rank]))
+    """offsets_s: each rank's clock minus root's, which may be the wrong one itself: most hosts are right."""
+    offset_of: dict[str, float] = {}
+    for host, offset in zip(hosts, offsets_s, strict=True):
+        offset_of.setdefault(host, offset)
+    low, high = min(offset_of, key=offset_of.__getitem__), max(offset_of, key=offset_of.__getitem__)
     facts = {"offsets_s": [round(offset, 6) for offset in offsets_s]}
-    skew = abs(apart_s[worst])
+    skew = offset_of[high] - offset_of[low]
     if skew > MOST_SKEW_S:
-        text = f"rank {worst} ({hosts[worst]}) is {apart_s[worst]:+.1f} s from the median of the ranks' clocks"
+        middle = statistics.median_low(offset_of.values())
+        worst = max(offset_of, key=lambda host: abs(offset_of[host] - middle))
+        text = f"{worst} is {offset_of[worst] - middle:+.1f} s from the median of the hosts' clocks"
+        if statistics.median_high(offset_of.values()) - middle > MOST_SKEW_S:  # there is no majority
+            first, second = sorted((low, high), key=hosts.index)
+            text = f"{first} and {second} are {skew:.1f} s apart"
         return warning("clocks", text, "Start chrony or ntpd there: times in logs mislead.", facts)
     return ok("clocks", f"within {max(skew * 1e3, 0.1):.1f} ms of one another", facts)

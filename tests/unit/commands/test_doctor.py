@@ -170,12 +170,22 @@ def test_file_system_that_is_slow_or_full_is_said(tmp_path: Path) -> None:
     assert found.text.endswith("rank 1 (b) does not see root's file and 1 more")
 
 
-def test_clocks_apart_are_said() -> None:
-    assert judge_clocks([0.0, -0.4], ["a", "b"]).level == "ok"
-    found = judge_clocks([0.0, 0.1, -7.0], ["a", "a", "b"])
-    assert (found.level, found.text) == ("warning", "rank 2 (b) is -7.0 s from the median of the ranks' clocks")
-    found = judge_clocks([0.0, 7.0, 7.1], ["a", "b", "c"])  # root's is wrong, not the two others
-    assert found.text == "rank 0 (a) is -7.0 s from the median of the ranks' clocks"
+@pytest.mark.parametrize(
+    ("offsets_s", "hosts", "level", "text"),
+    [
+        ([0.0, -0.4], "ab", "ok", "within 400.0 ms of one another"),
+        ([0.0, 0.4, -0.4], "abc", "ok", "within 800.0 ms of one another"),
+        ([0.0, 0.9, -0.9], "abc", "warning", "b is +0.9 s from the median of the hosts' clocks"),
+        ([0.0, 0.1, -7.0], "abc", "warning", "c is -7.0 s from the median of the hosts' clocks"),
+        ([0.0, 7.0, 7.1], "abc", "warning", "a is -7.0 s from the median of the hosts' clocks"),  # root's is wrong
+        ([0.0, -100.0], "ab", "warning", "a and b are 100.0 s apart"),  # nothing shows which one is right
+        ([0.0, 0.1, 0.1, -100.0], "aaab", "warning", "a and b are 100.0 s apart"),  # hosts count, not ranks
+        ([0.0, 0.0, -100.0, -100.1], "abcd", "warning", "a and d are 100.1 s apart"),
+    ],
+)
+def test_clocks_apart_are_said(offsets_s: list[float], hosts: str, level: str, text: str) -> None:
+    found = judge_clocks(offsets_s, hosts)
+    assert (found.level, found.text) == (level, text)
 
 
 @pytest.mark.parametrize(
