@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -42,6 +41,7 @@ from horovod_train.config.settings import (
     EvalConfig,
     LogConfig,
 )
+from horovod_train.cores import usable_cores
 from horovod_train.data.dataset import Records, open_records
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, RecordSource
@@ -430,7 +430,7 @@ def _config_of_one_rank(config: Config, ranks: int) -> Config:
     batch = resolve(config, ranks).data.global_batch_size
     assert batch is not None
     data = dataclasses.replace(config.data, global_batch_size=-(-batch // ranks), batch_size_per_rank=None)
-    threads = config.device.intra_op_threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = config.device.intra_op_threads or max(1, usable_cores() // ranks)
     return dataclasses.replace(config, data=data, device=dataclasses.replace(config.device, intra_op_threads=threads))
 
 

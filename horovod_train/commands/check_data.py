@@ -27,6 +27,7 @@ from horovod_train.commands.cli import add_config, build_table, count, files_or_
 from horovod_train.config.loader import load
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import Config, DataConfig
+from horovod_train.cores import usable_cores
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import (
     SOURCES,
@@ -207,7 +208,7 @@ def _read_all(records: Records, config: DataConfig, report: Report) -> None:
         is_counted = dtype.startswith(("int", "uint")) and parser.shapes[name] == ()
         report.features[name] = FeatureSummary(dtype, parser.shapes[name], histogram={} if is_counted else None)
     digests = np.zeros(records.num_records, np.uint64)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(usable_cores()) as threads:
         for numbers, data, arrays, bad in parse_all(records.source, reader, parser, f"checking {report.where}"):
             usable = ~np.isin(numbers, list(bad))
             stored, numbers = itertools.compress(split_records(data), usable), numbers[usable]

@@ -23,8 +23,8 @@ import tensorflow as tf
 from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
+from horovod_train.cores import cpu_quota
 from horovod_train.distributed import consistency
-from horovod_train.distributed.device import cpu_quota
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import (
     Speed,

@@ -6,12 +6,9 @@ first op.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import tensorflow as tf
 
@@ -53,22 +50,6 @@ def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int 
     return range(local_rank * per_rank, (local_rank + 1) * per_rank)
 
 
-def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return how many cores' worth of time the container may use; infinite without a limit."""
-    with suppress(OSError, ValueError):  # of cgroup version 2
-        quota, period = (folder / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):  # of version 1, in which -1 is no limit
-        quota, period = ((folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return math.inf if int(quota) < 0 else int(quota) / int(period)
-    return math.inf
-
-
-def usable_cores(cores: int, quota: float) -> int:
-    """Return how many of the cores the ranks of a host can keep busy together. quota: see cpu_quota."""
-    return max(1, math.ceil(min(cores, quota)))
-
-
 def share_of_cores(cores: int, local_size: int) -> int:
     """Return the number of threads for one of `local_size` ranks that share `cores`: at least one."""
     return max(1, cores // local_size)
@@ -92,7 +73,7 @@ def chosen_before() -> DeviceConfig:
 def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int) -> Device:
     """Make this rank's devices the only ones that TensorFlow uses, and set its numbers of threads.
 
-    host_cores: see usable_cores.
+    host_cores: see cores.usable_cores.
     """
     gpus = tf.config.list_physical_devices("GPU")
     rank_gpus = [gpus[index] for index in choose_gpus(len(gpus), local_rank, local_size, config.per_rank)]

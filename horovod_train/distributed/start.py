@@ -27,6 +27,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
+from horovod_train.cores import usable_cores
 from horovod_train.distributed import device, objects
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import key_value_store, launcher, network, tuning
@@ -121,7 +122,7 @@ def start_process(
             rendezvous.enter_context(open_rendezvous(started_by.step))
         cores = initialise(started_by, process_sets)
         _check_rank_and_size(started_by)
-        host_cores = device.usable_cores(len(cores), device.cpu_quota())
+        host_cores = usable_cores(len(cores))
         return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all())
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_train import tfrecord_framing
+from horovod_train.cores import usable_cores
 from horovod_train.data import counter_rng
 from horovod_train.data.files import INDEX_NAME, hold_lock
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
@@ -162,7 +163,7 @@ def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int |
     files = min(shards or _choose_shards(records, encode), len(records))
     names = [f"{shard:05}-of-{files:05}.tfrecord" for shard in range(files)]
     parts = np.array_split(records, files)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(8, usable_cores())) as threads:
 
         def write(shard: int) -> None:
             with open(os.path.join(folder, names[shard]), "xb") as file:

@@ -25,6 +25,7 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
+from horovod_train.cores import usable_cores
 from horovod_train.data.files import check_different, paths_beside, save_to_first
 from horovod_train.data.random_access.store import (
     ArraysParser,
@@ -321,7 +322,7 @@ def _name_in_entry(path: str, file: str, files: Stamps) -> str:
 
 def _read_all(entries: Mapping[str, Stamps], storage: Storage) -> dict[str, str]:
     files = [file for stamps in entries.values() for file in stamps]
-    max_threads = _REMOTE_FILES if any(map(is_remote, files)) else len(os.sched_getaffinity(0))
+    max_threads = _REMOTE_FILES if any(map(is_remote, files)) else usable_cores()
     with ThreadPoolExecutor(min(len(files), max_threads)) as threads:
         results = threads.map(lambda file: _digest_file(file, storage), files)
         results = track(results, len(files), "reading files once, to identify them")

@@ -30,6 +30,7 @@ import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.config.paths import is_remote
+from horovod_train.cores import usable_cores
 from horovod_train.data.files import INDEX_NAME, check_different, hold_lock, paths_beside, save_to_first
 from horovod_train.data.source import Blocks
 from horovod_train.data.storage import DEFAULT, ReadAt, Stamp, Stamps, Storage, map_paths
@@ -176,7 +177,7 @@ def _load(places: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple
 
 def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries:
     size = sum(stamps[name].size for name in names if name in stamps)
-    workers = min(len(names), len(os.sched_getaffinity(0)))
+    workers = min(len(names), usable_cores())
     executor: Executor
     if any(map(is_remote, names)):
         executor = ThreadPoolExecutor(_REMOTE_SCANS)

@@ -15,15 +15,14 @@ import tensorflow as tf
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.config.settings import DeviceConfig
+from horovod_train.cores import cpu_quota, usable_cores
 from horovod_train.distributed import device, start
 from horovod_train.distributed.device import (
     Device,
     choose_gpus,
     chosen_before,
-    cpu_quota,
     pin,
     share_of_cores,
-    usable_cores,
 )
 from horovod_train.distributed.launch import key_value_store, local
 from horovod_train.errors import RunError, UserError
@@ -231,18 +230,21 @@ def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expect
     ],
 )
 def test_ranks_use_no_more_cores_than_the_container_may(
-    tmp_path: Path, files: dict[str, str], quota: float, cores: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float, cores: int
 ) -> None:
     """By cgroups of version 2 or 1."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cpu_quota(tmp_path) == quota
-    assert usable_cores(64, quota) == cores
+    monkeypatch.setattr("horovod_train.cores.cpu_quota", lambda: quota)
+    assert usable_cores(64) == cores
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    assert usable_cores() == cores
 
 
 def test_a_process_starts_with_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_quota", lambda: 4.0)
+    monkeypatch.setattr("horovod_train.cores.cpu_quota", lambda: 4.0)
     monkeypatch.setattr("horovod_train.distributed.launch.tuning.choose", lambda *_, **__: [])
     monkeypatch.setattr(start, "initialise", lambda *_: set(range(64)))
     monkeypatch.setattr(start, "_check_rank_and_size", lambda _: None)

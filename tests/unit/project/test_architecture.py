@@ -25,7 +25,7 @@ LAYERS = [
     {"checkpoint", "presets"},
     {"output"},
     {"config"},
-    {"errors", "keras_seams", "open_files", "tfrecord_framing"},
+    {"cores", "errors", "keras_seams", "open_files", "tfrecord_framing"},
     {"shown_text"},
 ]
 """From top to bottom. A package imports from those below it; siblings do not know each other."""
@@ -92,6 +92,18 @@ def test_only_main_and_distributed_read_the_environment() -> None:
     reading = {path for path in FILES if re.search(r"os\.(environ|getenv)", path.read_text())}
     others = {path for path in reading - READS_ENVIRONMENT_TOO if room(path) not in MAY_READ_ENVIRONMENT}
     assert set(map(where, others)) == set()
+
+
+MAY_COUNT_CORES = {
+    "cores.py": "and the limit of a container with them",
+    "distributed/start.py": "which cores the ranks of a host are bound to",
+    "commands/doctor_checks.py": "shows cores and limit apart",
+}
+
+
+def test_threads_are_as_many_as_the_limit_of_a_container_allows_cores() -> None:
+    counting = {path for path in FILES if re.search("sched_getaffinity|cpu_count", path.read_text())}
+    assert set(map(where, counting)) == set(MAY_COUNT_CORES)
 
 
 OF_TFRECORD = re.compile(r"horovod_train\.data\.tfrecord")
