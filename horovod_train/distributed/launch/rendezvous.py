@@ -385,7 +385,12 @@ def _address_of_root(step: Step | Meeting) -> str:
     address = _address_of(step.nodes[0])
     if step.node == 0 and (address.startswith("127.") or network.interface_of(address) is None):
         # Many hosts resolve their own name to a loopback address.
-        return _own_address_towards(_address_of(step.nodes[1]))
+        try:
+            return _own_address_towards(_address_of(step.nodes[1]))
+        except RunError:
+            if (own := network.address_of_interface(os.environ.get("HOROVOD_GLOO_IFACE", ""))) is None:
+                raise
+            return own
     return address
 
 

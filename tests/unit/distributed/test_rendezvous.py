@@ -254,6 +254,10 @@ def test_root_listens_at_one_address_where_the_others_find_it(nodes: tuple[str, 
     assert _address_of_root(step) == address
 
 
+def refuse_route(host: str) -> str:
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -265,13 +269,20 @@ def test_root_listens_at_one_address_where_the_others_find_it(nodes: tuple[str, 
 def test_a_host_without_a_route_to_the_others_is_one_line(
     step: Step | Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(host: str) -> str:
-        raise OSError(errno.ENETUNREACH, "Network is unreachable")
-
-    monkeypatch.setattr(network, "local_address_towards", refuse)
+    monkeypatch.setattr(network, "local_address_towards", refuse_route)
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
     with pytest.raises(RunError, match=rf"^{socket.gethostname()} has no route to {ELSEWHERE}: Network is unreachable"):
         _choose_interface(step, _address_of_root(step))
+
+
+def test_a_host_without_a_route_takes_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the error says; on the host of rank 0 too."""
+    monkeypatch.setattr(network, "local_address_towards", refuse_route)
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.7"})
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "ib0")
+    step = Step(0, 2, 0, 0, ("127.0.1.1", ELSEWHERE), (1, 1), "7.0.0")
+    assert _address_of_root(step) == "10.0.0.7"
+    assert _choose_interface(step, "10.0.0.7") == "ib0"
 
 
 def test_the_queue_of_ranks_that_connect_is_long() -> None:
