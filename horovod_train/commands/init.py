@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +131,7 @@ def _table(arguments: argparse.Namespace) -> Draft:
             layers.append(f"    {name!r}: ({mean:.6g}, {variance or 1.0:.6g}),")
     names = _classes_of(table[target])
     ends = _classification(epochs=30) if names else _regression()
-    model = TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n")
+    model = _with_slashes(TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n"), inputs)
     sections = [
         _data(arguments.path, {target: _target_settings(table[target])}, [target], inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
@@ -142,6 +142,15 @@ def _table(arguments: argparse.Namespace) -> Draft:
     records = len(table[target])
     found = f"{records} records; {', '.join(kinds)} → {target}, {what}; {_split(records)}"
     return Draft(found, sections, {"model.py": model})
+
+
+def _with_slashes(model: str, names: Collection[str]) -> str:
+    """Return a model in which Keras does not warn of the inputs that must have other names, if there are any."""
+    if not any("/" in name for name in names):
+        return model
+    imports = "import keras\nfrom keras import layers\n"
+    quiet = 'warnings.filterwarnings("ignore", "When providing `inputs` as a dict")  # no layer has a / in its name\n'
+    return model.replace(imports, f"import warnings\n\n{imports}\n{quiet}", 1)
 
 
 def _text(arguments: argparse.Namespace) -> Draft:
@@ -207,7 +216,7 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
         f"    {name!r}: {(schema.features[name].tensor_shape, schema.features[name].tensor_dtype)!r},\n"
         for name in schema.inputs
     )
-    model = RECORD_MODEL.replace("INPUTS\n", layers)
+    model = _with_slashes(RECORD_MODEL.replace("INPUTS\n", layers), schema.inputs)
     return Draft(f"records of {shapes}; inputs {', '.join(schema.inputs)}", sections, {"model.py": model})
 
 
@@ -354,8 +363,9 @@ def build(outputs: int, hidden: int = 64) -> keras.Model:
     inputs, parts = {}, []
     for name, known in COLUMNS.items():
         is_text = isinstance(known, list)
-        # Keras takes no / in the name of a layer.
-        inputs[name] = keras.Input((1,), name=name.replace("/", "_"), dtype="string" if is_text else "float32")
+        # Keras takes no / in the name of a layer; the number keeps a/b and a_b apart.
+        layer = f"{name.replace('/', '_')}_{len(inputs)}" if "/" in name else name
+        inputs[name] = keras.Input((1,), name=layer, dtype="string" if is_text else "float32")
         if is_text:
             parts.append(layers.StringLookup(vocabulary=known, output_mode="one_hot")(inputs[name]))
         else:
@@ -400,10 +410,11 @@ INPUTS
 
 def build(outputs: int, hidden: int = 128) -> keras.Model:
     """{input: [batch, ...]} → [batch, outputs]: logits of classes, or a number."""
-    inputs = {
-        name: keras.Input(shape, name=name.replace("/", "_"), dtype=dtype)  # Keras takes no / in the name of a layer
-        for name, (shape, dtype) in INPUTS.items()
-    }
+    inputs = {}
+    for name, (shape, dtype) in INPUTS.items():
+        # Keras takes no / in the name of a layer; the number keeps a/b and a_b apart.
+        layer = f"{name.replace('/', '_')}_{len(inputs)}" if "/" in name else name
+        inputs[name] = keras.Input(shape, name=layer, dtype=dtype)
     parts = [layers.Flatten()(keras.ops.cast(value, "float32")) for value in inputs.values()]
     x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
     for _ in range(2):

@@ -32,12 +32,26 @@ def test_words_with_what_ends_a_line_elsewhere_stay_whole() -> None:
     assert {"one\u2028two", "three\x85four"} <= {*layer.get_vocabulary()}
 
 
-@pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict")
-def test_a_column_may_have_a_name_that_no_layer_may(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("other", ["side", "km_h", "km_h_1"])
+def test_columns_may_have_names_that_no_layer_may(capsys: pytest.CaptureFixture[str], other: str) -> None:
+    """Nor need those be different that layers get in their place, and Keras need not tell the user."""
     rows = "".join(f"{n},{'no' if n % 3 else 'so'},{n * 0.5}\n" for n in range(20))
-    model = built("table", f"km/h,side,price\n{rows}", outputs=1)
-    assert {*model.input} == {"km/h", "side"}
-    assert "km/h (numbers), side (text) → price, a number" in capsys.readouterr().out
+    model = built("table", f"km/h,{other},price\n{rows}", outputs=1)
+    assert {*model.input} == {"km/h", other}
+    assert f"km/h (numbers), {other} (text) → price, a number" in capsys.readouterr().out
+    keras.models.clone_model(model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_inputs_of_records_may_have_names_that_no_layer_may() -> None:
+    rows = "".join(f"{n},{n % 3},{n * 0.5}\n" for n in range(20))
+    Path("a.csv").write_text(f"km/h,km_h,price\n{rows}")
+    words = ["--separate", "--targets", "price", "--shards", "1", "--eval-fraction", "0.2"]
+    assert main(["prepare", "csv", "--file", "a.csv", "--out", "records", *words]) == 0
+    assert main(["init", "tfrecords", "records"]) == 0
+    model = runpy.run_path("model.py")["build"](outputs=1)
+    assert {*model.input} == {"km/h", "km_h"}
 
 
 def test_a_column_whose_name_has_several_lines_leaves_the_config_whole() -> None:
