@@ -427,6 +427,7 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
         arrays = read_arrays(open_checkpoint(str(run), "--checkpoint"))
         saved.append({name: array for name, array in arrays.items() if re.fullmatch("model/.*kernel", name)})
     stopped, ended = saved
+    assert stopped
     for name, kernel in stopped.items():
         np.testing.assert_array_equal(ended[name], kernel / 2)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
+from conftest import rank_environment, run_process
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.config.settings import DeviceConfig
@@ -20,7 +23,6 @@ from horovod_train.distributed import device, start
 from horovod_train.distributed.device import (
     Device,
     choose_gpus,
-    chosen_before,
     pin,
     share_of_cores,
 )
@@ -47,16 +49,29 @@ def test_each_local_rank_gets_gpus_of_its_own(
     assert list(choose_gpus(gpu_count, local_rank, local_size, per_rank)) == expected
 
 
-def test_what_a_script_has_set_before_it_pins_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 7)
-    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 0)
-    monkeypatch.setattr(tf.config, "get_soft_device_placement", lambda: False)
-    monkeypatch.setattr(tf.debugging, "get_log_device_placement", lambda: False)
-    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "2")
-    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "3")
-    assert chosen_before() == DeviceConfig(intra_op_threads=7, inter_op_threads=3, soft_placement=False)
-    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "many")
-    assert chosen_before().inter_op_threads is None  # the share of the host's cores
+SETS = """
+import os
+import tensorflow as tf
+from horovod_train.distributed.device import chosen_before
+print(chosen_before())
+os.environ |= {"TF_NUM_INTRAOP_THREADS": "2", "TF_NUM_INTEROP_THREADS": "3"}
+tf.config.threading.set_intra_op_parallelism_threads(7)
+tf.config.set_soft_device_placement(False)
+tf.debugging.set_log_device_placement(True)
+print(chosen_before())
+os.environ["TF_NUM_INTEROP_THREADS"] = "many"
+print(chosen_before())
+"""
+
+
+def test_what_a_script_has_set_before_it_pins_stays() -> None:
+    """In a process of its own, because TensorFlow takes such settings before its first op only."""
+    environment = {name: value for name, value in rank_environment().items() if not name.startswith("TF_NUM_")}
+    finished = run_process([sys.executable, "-c", SETS], environment=environment)
+    assert finished.returncode == 0, finished.text
+    chosen = DeviceConfig(intra_op_threads=7, inter_op_threads=3, soft_placement=False, log_placement=True)
+    share_of_the_hosts_cores = replace(chosen, inter_op_threads=None)
+    assert finished.stdout.splitlines() == list(map(str, (DeviceConfig(), chosen, share_of_the_hosts_cores)))
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,6 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> No
     script = f"""
 import resource
 from pathlib import Path
-from horovod_train.output import rank_log
 from horovod_train.output.files import Lines
 lines = Lines(Path({str(path)!r}))
 lines.append("a" * 99)
