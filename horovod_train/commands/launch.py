@@ -260,7 +260,7 @@ def _program(arguments: argparse.Namespace) -> Program:
     # A run that was to begin anew has begun; what it has saved since is its own.
     later = [*command, "--resume", "auto"] if resume == "never" else command
     run_dir = Path(config.output_dir) if config.output_dir else None
-    return Program(command, later, run_dir, max(CUT_OFF_S, config.watch.first_step_after_s))
+    return Program(command, later, run_dir, config.watch.first_step_after_s if config.watch.enabled else CUT_OFF_S)
 
 
 class Verdict(NamedTuple):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from conftest import HANGS_AFTER_S, PROJECT, Finished, rank_environment, run_process
 
-from horovod_train.commands.launch import NotEnough, Plan, Program, Supervisor, judge
+from horovod_train.commands.launch import NotEnough, Plan, Program, Supervisor, _program, judge
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks
@@ -89,6 +90,15 @@ def test_it_is_waited_for_no_longer_than_a_rank_that_is_cut_off_may_run(
     assert "stopped: exit code 73: another run has the run directory, after 1 s; it has been so " in (
         capfd.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "cut_off_s"),
+    [("watch.first_step_after_s=7200", 7200), ("watch.first_step_after_s=700", 700), ("watch.enabled=false", 1800)],
+)
+def test_a_rank_that_is_cut_off_may_run_as_long_as_the_watch_lets_it(setting: str, cut_off_s: float) -> None:
+    words = ["--config", str(PROJECT / "configs" / "digits_convnet.yaml"), setting]
+    assert _program(Namespace(words=words, run_dir=None)).cut_off_s == cut_off_s
 
 
 def test_a_directory_in_use_is_not_waited_for_before_ranks_have_run(
