@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -80,16 +81,45 @@ def weights_of_slots(slots: Iterable[Any], weights: Iterable[keras.Variable]) ->
     return pairs
 
 
-def is_shuffled_anew(dataset: tf.data.Dataset) -> bool:
-    """Return whether a tf.data.Dataset, or one that it is made of, is shuffled with another seed in each process.
+_MADE_IN_GRAPHS = re.compile("FlatMap|(?<!Directed)Interleave|Adapter")
+"""Classes of datasets that do not tell Python all that they are made of."""
 
-    Also with one seed but anew in each iteration: a process that iterates once more has another order from then on.
+
+def unsure_order(dataset: tf.data.Dataset) -> str | None:
+    """Return what may put a tf.data.Dataset in another order in each process; None if nothing is seen that does.
+
+    A seed does not help: that of tf.random.set_seed, which counts too, may differ by process. Not seen is what a
+    generator does, or Python called in a map.
     """
-    if hasattr(dataset, "_reshuffle_each_iteration"):
-        is_drawn = not int(dataset._seed) and not int(dataset._seed2)  # by TensorFlow, in each process
-        if is_drawn or dataset._reshuffle_each_iteration is not False:
-            return True
-    return any(is_shuffled_anew(part) for part in dataset._inputs())
+    parts = set(_parts(dataset))
+    names = " ".join(name for name, _ in parts)
+    if re.search("Shuffle(Dataset|AndRepeat)", names):
+        return "shuffle"
+    if "DirectedInterleave" in names and "RandomDataset" in names:
+        return "sample_from_datasets"
+    if "DataService" in names:
+        return "the data service"
+    if dataset.options().deterministic is False or any(determinism == "false" for _, determinism in parts):
+        return "deterministic=False"
+    return None
+
+
+def _parts(dataset: tf.data.Dataset) -> Iterator[tuple[str, str]]:
+    """Yield (class or operation, "true", "false", "default" or "": is it deterministic) of all that is in a dataset."""
+    name = type(dataset).__name__
+    if not _MADE_IN_GRAPHS.search(name):
+        yield name, getattr(dataset, "_deterministic", "")
+        for part in dataset._inputs():
+            yield from _parts(part)
+        return
+    # The graph has a copy of all arrays: not for every dataset.
+    serialized = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE.value,
+    )
+    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    for node in [*graph.node, *(node for function in graph.library.function for node in function.node_def)]:
+        yield node.op, node.attr["deterministic"].s.decode()
 
 
 def name_counts() -> dict[str, int] | None:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import is_shuffled_anew
+from horovod_train.keras_seams import unsure_order
 
 
 def shard(*data: Any) -> Any:
@@ -22,11 +22,11 @@ def shard(*data: Any) -> Any:
 
     data: arrays with the same number of rows, or dicts of such, as `fit` takes them for several inputs or outputs:
         `x, y, weights = shard(x, y)`. Or one dataset of (x, y), not batched yet, of known cardinality: a dataset of
-        (x, y, weight). Shuffle what this returns: before, only shuffle(…, seed=1, reshuffle_each_iteration=False) is
-        taken, whose order is the same on all ranks if the seed is, and that of tf.random.set_seed where there is one.
+        (x, y, weight). Its order must be the same on all ranks, in every epoch. So shuffle and sample what this
+        returns, and leave `deterministic` on, there too; a generator must give all ranks the same.
 
     Raises UserError for what has no rows that can be taken by number, for arrays of different lengths, for fewer
-    records than ranks, and for a dataset of another form or in another order on each rank.
+    records than ranks, and for a dataset of another form, or whose order may be another one on each rank.
     """
     if len(data) == 1 and isinstance(data[0], tf.data.Dataset):
         return _shard_dataset(data[0])
@@ -104,10 +104,10 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
         )
     if not isinstance(dataset.element_spec, tuple) or len(dataset.element_spec) != 2:
         raise UserError(f"hvd.shard: expected a dataset of (x, y), not batched; received {dataset.element_spec}.")
-    if is_shuffled_anew(dataset):
+    if (cause := unsure_order(dataset)) is not None:
         raise UserError(
-            "hvd.shard: the dataset is shuffled, in another order on each rank, so records would be lost. Shuffle what "
-            "hvd.shard returns."
+            f"hvd.shard: by {cause} the dataset is, or may become, in another order on each rank, so records would be "
+            f"lost. Apply {cause} to what hvd.shard returns."
         )
     _check_count(count)
     rank, size = hvd.rank(), hvd.size()

@@ -209,10 +209,12 @@ def test_what_has_no_rows_is_refused_by_shard_in_one_line_each(ranks: list[dict[
     assert ranks[0]["shard_of_nothing"].endswith("received nothing.")
 
 
-def test_a_dataset_in_another_order_on_each_rank_is_not_sharded(ranks: list[dict[str, Any]]) -> None:
+def test_a_dataset_that_may_be_in_another_order_on_each_rank_is_not_sharded(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         *refused, accepted = facts["shard_of_shuffled"]
-        assert all(text.endswith("Shuffle what hvd.shard returns.") for text in refused)
+        causes = ["shuffle", "shuffle", "shuffle", "sample_from_datasets", "deterministic=False"]
+        for text, cause in zip(refused, causes, strict=True):
+            assert text.endswith(f"so records would be lost. Apply {cause} to what hvd.shard returns.")
         assert accepted == "accepted"
 
 

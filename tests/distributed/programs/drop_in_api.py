@@ -341,6 +341,9 @@ facts["shard_of_shuffled"] = [
     error_of(lambda: hvd.shard(pairs.shuffle(8))),
     error_of(lambda: hvd.shard(pairs.shuffle(8).map(lambda x, y: (y, x)))),
     error_of(lambda: hvd.shard(pairs.shuffle(8, seed=1, reshuffle_each_iteration=False))),
+    error_of(lambda: hvd.shard(tf.data.Dataset.sample_from_datasets([pairs, pairs]))),
+    error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2, deterministic=False))),
+    error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2))),
 ]
 facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]

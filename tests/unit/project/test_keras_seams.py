@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,23 +136,88 @@ def test_names_are_numbered_anew_where_their_counts_are_cleared() -> None:
     counts.update(before)
 
 
+RANGE = tf.data.Dataset.range(8)
+
+
+def of_three(number: tf.Tensor) -> tf.data.Dataset:
+    return tf.data.Dataset.range(3)
+
+
+def of_three_shuffled(number: tf.Tensor) -> tf.data.Dataset:
+    return of_three(number).shuffle(8)
+
+
+def of_shuffled(number: tf.Tensor) -> tf.data.Dataset:
+    return of_three(number).flat_map(of_three_shuffled)
+
+
+def captured(number: tf.Tensor) -> tf.data.Dataset:
+    return SHUFFLED
+
+
+def one_more(number: tf.Tensor) -> tf.Tensor:
+    return number + 1
+
+
+def made() -> Iterator[int]:
+    yield from range(8)
+
+
+def not_deterministic() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = False
+    return options
+
+
+SHUFFLED = RANGE.shuffle(8)
+RANDOM = tf.data.Dataset.random()
+
+
 @pytest.mark.parametrize(
-    ("shuffled", "expected"),
+    ("data", "expected"),
     [
-        (lambda data: data, False),
-        (lambda data: data.shuffle(8), True),
-        (lambda data: data.shuffle(8, seed=1), True),
-        (lambda data: data.shuffle(8, reshuffle_each_iteration=False), True),
-        (lambda data: data.shuffle(8, seed=1, reshuffle_each_iteration=False), False),
-        (lambda data: data.shuffle(8).map(lambda value: value + 1).cache(), True),
-        (lambda data: tf.data.Dataset.zip((data, data.shuffle(8))), True),
-        (lambda data: tf.data.Dataset.zip((data, tf.data.Dataset.random())), False),
+        (RANGE, None),
+        (SHUFFLED, "shuffle"),
+        (RANGE.shuffle(8, seed=1, reshuffle_each_iteration=False), "shuffle"),
+        (SHUFFLED.map(one_more).cache().repeat(2), "shuffle"),
+        (tf.data.Dataset.zip((RANGE, SHUFFLED)), "shuffle"),
+        (RANGE.apply(tf.data.experimental.shuffle_and_repeat(8)), "shuffle"),
+        (tf.data.Dataset.list_files(__file__), "shuffle"),
+        (tf.compat.v1.data.Dataset.range(8).shuffle(8), "shuffle"),
+        (RANGE.interleave(of_three_shuffled), "shuffle"),
+        (RANGE.flat_map(of_three_shuffled), "shuffle"),
+        (RANGE.flat_map(of_shuffled).batch(2), "shuffle"),
+        (RANGE.interleave(captured, num_parallel_calls=2), "shuffle"),
+        (tf.data.Dataset.sample_from_datasets([RANGE, RANGE]), "sample_from_datasets"),
+        (tf.data.Dataset.sample_from_datasets([RANGE, RANGE], seed=1), "sample_from_datasets"),
+        (RANGE.map(one_more, num_parallel_calls=2, deterministic=False), "deterministic=False"),
+        (RANGE.batch(2, num_parallel_calls=2, deterministic=False).unbatch(), "deterministic=False"),
+        (RANGE.interleave(of_three, num_parallel_calls=2, deterministic=False), "deterministic=False"),
+        (RANGE.map(one_more, num_parallel_calls=2).with_options(not_deterministic()), "deterministic=False"),
+        (RANGE.map(one_more, num_parallel_calls=2), None),
+        (RANGE.interleave(of_three, num_parallel_calls=2), None),
+        (RANGE.flat_map(of_three).filter(lambda number: number > 0), None),
+        (tf.data.Dataset.choose_from_datasets([RANGE, RANGE], tf.data.Dataset.range(2).repeat()), None),
+        (tf.data.Dataset.zip((RANGE, RANDOM)), None),
+        (tf.data.Dataset.from_generator(made, output_signature=tf.TensorSpec((), tf.int64)), None),
     ],
 )
-def test_a_dataset_is_known_to_be_shuffled(shuffled: Any, expected: bool) -> None:
-    """_inputs, _seed, _seed2, _reshuffle_each_iteration."""
-    tf.random.set_seed(None)  # another test's would be the same in each process
-    assert keras_seams.is_shuffled_anew(shuffled(tf.data.Dataset.range(8))) is expected
+def test_what_may_put_a_dataset_in_another_order_is_found(data: tf.data.Dataset, expected: str | None) -> None:
+    """_inputs, _deterministic."""
+    assert keras_seams.unsure_order(data) == expected
+
+
+def test_the_data_service_has_no_order() -> None:
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    data = RANGE.apply(service.distribute(service.ShardingPolicy.OFF, dispatcher.target))
+    assert keras_seams.unsure_order(data) == "the data service"
+
+
+def test_arrays_are_not_copied_to_find_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be in the graph, which cannot have 2 GiB."""
+    monkeypatch.setattr(tf.raw_ops, "DatasetToGraphV2", None)
+    assert keras_seams.unsure_order(tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x + 1, y))) is None
 
 
 PRIVATE = re.compile(r"_[a-z]\w*")
@@ -164,7 +230,7 @@ def test_every_private_name_of_the_module_is_in_a_test_here() -> None:
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     used = {name for name in names if PRIVATE.fullmatch(name)}
     of_keras = {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask", "_fn_kwargs"}
-    assert used == of_keras | {"_inputs", "_seed", "_seed2", "_reshuffle_each_iteration"}
+    assert used == of_keras | {"_inputs", "_deterministic"}
     tested = Path(__file__).read_text()
     assert all(tested.count(name) > 1 for name in used)
 
