@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -71,14 +71,24 @@ def set_mask(value: Any, mask: tf.Tensor | None) -> None:
         value._keras_mask = mask
 
 
-def weights_of_slots(slots: Iterable[Any], weights: Iterable[keras.Variable]) -> list[tuple[Any, Any]]:
-    """Return each slot of an optimizer with the weight that Keras named it after; with None, one of no weight."""
+def weights_of_slots(slots: Sequence[Any], weights: Iterable[keras.Variable]) -> list[tuple[Any, Any]]:
+    """Return each slot of an optimizer with the weight that Keras made it for; with None, one of no weight.
+
+    slots: in the optimizer's order. Slots are named after the whole path of their weight. Two of Adafactor's three have
+    only its last word, and stand before the third.
+    """
     by_name = {weight.path.replace("/", "_"): weight for weight in weights}
-    pairs = []
-    for slot in slots:
-        names = [name for name in by_name if slot.name.startswith(f"{name}_")]
-        pairs.append((slot, by_name[max(names, key=len)] if names else None))
-    return pairs
+    pairs: list[tuple[Any, Any]] = []
+    weight = None
+    for slot in reversed(slots):
+        ends = [match.start() for match in re.finditer("_", slot.name)]
+        name = next((slot.name[:end] for end in reversed(ends) if slot.name[:end] in by_name), None)
+        if name is not None:
+            weight = by_name[name]
+        elif weight is not None and slot.name != weight.name:
+            weight = None
+        pairs.append((slot, weight))
+    return pairs[::-1]
 
 
 _MADE_IN_GRAPHS = re.compile("FlatMap|(?<!Directed)Interleave|Adapter")

@@ -135,7 +135,8 @@ def broadcast_model(
 ) -> None:
     """Collective: set the weights of a model, and the state of its optimizer, on every rank to root_rank's.
 
-    optimizer: default the one the model was compiled with, if any. Its slots are created first.
+    optimizer: default the one the model was compiled with, if any. Its slots are created first. All are sent, those of
+    local variables too, whose values BroadcastGlobalVariablesCallback leaves to each rank.
     """
     if not model.variables:
         raise UserError("hvd.broadcast_model: the model has no variables yet. Build it, or call it once.")

@@ -193,11 +193,18 @@ def slots_at_the_first_batch(model: Model, optimizer: Optimizer, compiled: Optim
     return found[: len(slots)]
 
 
-of_head, own_head = distributed(), dense()
+of_head = distributed()
 facts["slots_of_two"] = slots_at_the_first_batch(TwoOptimizers(of_head), of_head, distributed())
-partial = hvd.PartialDistributedOptimizer(sgd(), local_layers=own_head.layers[-1])
-partial.build(own_head.trainable_variables)
-facts["slots_of_local"] = slots_at_the_first_batch(own_head, partial, partial)
+
+
+def slots_of_local(optimizer: Optimizer) -> list[float]:
+    model = dense()
+    partial = hvd.PartialDistributedOptimizer(optimizer, local_layers=model.layers[-1])
+    partial.build(model.trainable_variables)
+    return slots_at_the_first_batch(model, partial, partial)
+
+
+facts["slots_of_local"] = [slots_of_local(optimizer) for optimizer in (sgd(), keras.optimizers.Adafactor())]
 
 best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / "best.keras"))
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])

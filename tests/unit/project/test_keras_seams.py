@@ -136,6 +136,25 @@ def test_names_are_numbered_anew_where_their_counts_are_cleared() -> None:
     counts.update(before)
 
 
+OPTIMIZERS = [keras.optimizers.Adam, keras.optimizers.Ftrl, keras.optimizers.Nadam, keras.optimizers.Adafactor]
+
+
+@pytest.mark.parametrize("build", [*OPTIMIZERS, lambda: keras.optimizers.Adafactor(use_ema=True)])
+def test_each_slot_belongs_to_the_weight_for_which_it_was_made(build: Any) -> None:
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.LayerNormalization(), layers.Dense(2)])
+    optimizer = build()
+    optimizer.build(model.trainable_variables)
+    pairs = keras_seams.weights_of_slots(optimizer.variables, model.weights)
+    assert [slot for slot, _ in pairs] == optimizer.variables
+    weights = {id(weight): weight for weight in model.trainable_variables}
+    assert {id(weight) for _, weight in pairs if weight is not None} == weights.keys()
+    names = {slot.name for slot, weight in pairs if weight is None}
+    assert names <= {"iteration", "learning_rate", "variable"}  # the last is Nadam's product of momentums
+    for slot, weight in pairs:
+        if weight is not None:  # the slots of Adafactor lack one axis, or are placeholders
+            assert tuple(slot.shape) in (weight.shape, weight.shape[:-1], weight.shape[1:], ())
+
+
 RANGE = tf.data.Dataset.range(8)
 
 
