@@ -135,8 +135,8 @@ def _distributed(base: type, apply_distributed: Apply) -> type:
         def __setattr__(self, name: str, value: Any) -> None:
             # LossScaleOptimizer and MultiOptimizer do this to an optimizer that they take. The former would skip the
             # steps in which *this* rank's gradients overflow, so ranks would exchange gradients of different steps. The
-            # first assignment is that of the optimizer's own constructor.
-            if name == "loss_scale_factor" and value is None and name in vars(self):
+            # first assignment is that of the optimizer's own constructor, which sets `built` later.
+            if name == "loss_scale_factor" and value is None and "built" in vars(self):
                 raise UserError(
                     f"{self.name} is distributed, and LossScaleOptimizer and MultiOptimizer take only an optimizer "
                     "that is not. Distribute the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))."

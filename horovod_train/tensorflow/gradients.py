@@ -233,6 +233,10 @@ class GradientCombiner:
         """Leave the gradients of this variable out of the exchange from now on: each rank has its own value of it."""
         self._local_variables[key_of(variable)] = variable
 
+    @property
+    def has_local(self) -> bool:
+        return bool(self._local_variables)
+
     def is_local(self, variable: Any) -> bool:
         return key_of(variable) in self._local_variables
 
@@ -245,7 +249,7 @@ class GradientCombiner:
         combined = list(grads)
         if not self.process_set.included():
             return combined
-        if variables is None and (self._local_variables or isinstance(self._groups, list)):
+        if variables is None and (self.has_local or isinstance(self._groups, list)):
             raise UserError(f"{self.owner}: local variables and groups need apply(grads, trainable_variables).")
         variables = variables or [None] * len(combined)
         local_indices = {i for i, variable in enumerate(variables) if variable is not None and self.is_local(variable)}
@@ -344,6 +348,14 @@ def _applying(combiner: GradientCombiner) -> Apply:
 
 
 def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
+    def check_norm(optimizer: Any) -> None:
+        each = [optimizer, *getattr(optimizer, "optimizers", ())]
+        if any(getattr(part, "global_clipnorm", None) is not None for part in each):
+            raise UserError(
+                "DistributedOptimizer: local variables do not go with global_clipnorm: each rank would clip by another "
+                "norm. Use clipnorm."
+            )
+
     class WithLocalVariables(base):
         @property
         def gradient_combiner(self) -> GradientCombiner:
@@ -357,12 +369,13 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
                     "DistributedOptimizer: local variables do not go with LossScaleOptimizer: a rank on which one of "
                     "their gradients overflows would skip the step alone. Use mixed_bfloat16, which needs no scale."
                 )
-            if getattr(self, "global_clipnorm", None) is not None:
-                raise UserError(
-                    "DistributedOptimizer: local variables do not go with global_clipnorm: each rank would clip by "
-                    "another norm. Use clipnorm."
-                )
+            check_norm(self)
             combiner.register_local(var)
+
+        def build(self, variables: Any) -> None:
+            super().build(variables)
+            if combiner.has_local:  # a MultiOptimizer may get its optimizers only here
+                check_norm(self)
 
     return WithLocalVariables
 
