@@ -2,7 +2,8 @@
 
 A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The check
 is at the tenth exchange, because a script may broadcast after its first step, when all variables exist, and exchange
-several times in a step. Also numbers variables alike on all ranks, and keeps what `init` has switched off.
+several times in a step; after hvd.join again, because ranks that joined early have older weights. Also numbers
+variables alike on all ranks, and keeps what `init` has switched off.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.distributed.allreduce import exchange_name, is_alone
+from horovod_train.distributed.allreduce import exchange_name, is_alone, number_of_ranks
 from horovod_train.distributed.group import name_of
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RanksDisagree
 from horovod_train.shown_text import listed
 
@@ -119,13 +121,8 @@ def _counts() -> list[int]:
     return [int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values()]
 
 
-def is_check_due() -> bool:
-    """Return whether ranks have exchanged gradients, and are still to compare the weights at the tenth exchange."""
-    return guards().check_weights and not is_alone() and any(0 < count < CHECKED_EXCHANGE for count in _counts())
-
-
 def reset_counts() -> None:
-    """Count the next exchange as the first, so that ranks that join have the same count as the others."""
+    """Count the next exchange as the first, where ranks have made different numbers of them."""
     for counters in list(_counters.values()):
         for counter in counters.values():
             counter.assign(0)
@@ -156,21 +153,30 @@ def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -
 def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
     names = [name_of(variable) for variable in variables]
 
-    def check(digests: np.ndarray) -> bool:
+    def check(rows: np.ndarray) -> bool:
         global _disagreement
         if _awaits_broadcast:
             return True
+        taking_part = np.flatnonzero(rows[:, 0])
         try:
-            check_equal(digests, names, ranks, _ADVICE)
+            check_equal(rows[taking_part, 1:], names, np.array(members_of(ranks))[taking_part].tolist(), _ADVICE)
         except RanksDisagree as error:
             _disagreement = error
             raise
         return True
 
     with tf.device("CPU:0"):
-        rank_digests = tf.stack([digest(variable) for variable in variables])[tf.newaxis]
-        digests = hvd.allgather(rank_digests, name=name, ignore_name_scope=True, process_set=ranks)
-        return tf.ensure_shape(tf.numpy_function(check, [digests], tf.bool), [])
+        own = tf.stack([tf.constant(1, tf.int64), *(digest(variable) for variable in variables)])
+        position = hvd.rank_op() if launcher.detect().is_elastic else ranks.rank()
+        own_row = tf.one_hot(position, number_of_ranks(ranks), dtype=tf.int64)[:, tf.newaxis] * own
+    # A sum, and on the device of the gradients' sums: ranks that are in hvd.join take part in those only, with zeros.
+    rows = hvd.allreduce(own_row, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=ranks)
+    with tf.device("CPU:0"):
+        return tf.ensure_shape(tf.numpy_function(check, [rows], tf.bool), [])
+
+
+def members_of(ranks: hvd.ProcessSet) -> list[int]:
+    return ranks.ranks or list(range(hvd.size()))
 
 
 def digest(variable: Any) -> tf.Tensor:
@@ -181,13 +187,12 @@ def digest(variable: Any) -> tf.Tensor:
     return tf.reduce_sum(words * (2 * tf.range(tf.size(words, out_type=tf.int64)) + 1))
 
 
-def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet, advice: str) -> None:
-    """Raise RanksDisagree, on all ranks, for the first variable whose digests [rank, variable] differ."""
+def check_equal(digests: np.ndarray, names: Sequence[str], ranks: Sequence[int], advice: str) -> None:
+    """Raise RanksDisagree for the first variable whose digests [rank, variable] differ."""
     for name, column in zip(names, digests.T, strict=True):
         if len(set(column.tolist())) > 1:
-            members = ranks.ranks or range(len(column))
-            differing = [rank for rank, value in zip(members, column, strict=True) if value != column[0]]
+            differing = [rank for rank, value in zip(ranks, column, strict=True) if value != column[0]]
             raise RanksDisagree(
                 f"ranks hold different weights: {name} on rank {listed(differing, 4)} differs from that on rank "
-                f"{members[0]}. {advice}; hvd.init(check_weights=False) does not check."
+                f"{ranks[0]}. {advice}; hvd.init(check_weights=False) does not check."
             )

@@ -133,16 +133,16 @@ def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
 def join() -> tf.Tensor:
     """Take part, with zeros, in the allreduces of ranks that have more data; return the last rank to join, an int32 [].
 
-    Raises UserError before the tenth exchange of gradients, at which ranks compare their weights: Horovod's allgather
-    does not go with ranks that have joined.
+    A rank that waits here does not train: broadcast the weights and the optimizer of the rank that this returns. Ranks
+    compare their weights at the tenth exchange after it. Raises UserError inside a tf.function.
     """
-    with tf.init_scope():
-        if agreement.is_check_due():
-            raise UserError(
-                f"hvd.join: expected {agreement.CHECKED_EXCHANGE} exchanges of gradients or more before, when ranks "
-                "compare their weights. Take more steps, or start with hvd.init(check_weights=False)."
-            )
-    return hvd.join()
+    if not tf.executing_eagerly():
+        raise UserError("hvd.join: TensorFlow would compute it once and keep the result. Call it outside tf.function.")
+    with exchanging("hvd.join"):
+        # A new graph each time. Horovod's operation counts as a constant, so that a second call would not wait.
+        last_rank = tf.function(hvd.join, autograph=False).get_concrete_function()()
+    agreement.reset_counts()
+    return last_rank
 
 
 def begin_watch() -> None:

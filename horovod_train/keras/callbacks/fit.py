@@ -28,7 +28,7 @@ from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.backup import restore_from_root
 from horovod_train.keras_seams import weights_of_slots
 from horovod_train.shown_text import listed
-from horovod_train.tensorflow.agreement import check_equal, digest, guards, set_awaits_broadcast
+from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of, set_awaits_broadcast
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
 
@@ -223,7 +223,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         rank_digests = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
         with exchanging("the end of an epoch of model.fit"):
             digests = hvd.allgather(rank_digests[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
-        check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], ranks, _ADVICE)
+        check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], members_of(ranks), _ADVICE)
 
     def _check_epoch_is_complete(self) -> None:
         """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""

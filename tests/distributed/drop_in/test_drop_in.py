@@ -85,7 +85,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert refused["adasum_of_some"].endswith("op adasum is over all ranks; leave process_set out.")
         assert "would skip the step alone. Use mixed_bfloat16" in refused["local_scaled"]
         assert "each rank would clip by another norm. Use clipnorm." in refused["local_clipped"]
-        assert refused["joins_early"].endswith("or start with hvd.init(check_weights=False).")
+        assert refused["join_in_a_step"].endswith("keep the result. Call it outside tf.function.")
         assert "Build it, or call it once, before the state" in refused["elastic_unbuilt"]
         assert "[*model.weights, *optimizer.variables]" in refused["elastic_no_variables"]
         assert "value['seen'] is of type set" in refused["elastic_object"]
@@ -110,6 +110,13 @@ def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks
             assert "ranks hold different weights: " in text
             assert "BroadcastGlobalVariablesCallback(0)" in text
     assert len({facts["broadcast"] for facts in ranks}) == 1
+
+
+def test_ranks_join_after_any_number_of_steps_and_compare_their_weights_then(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    for facts in ranks:
+        assert facts["after_join"] == pytest.approx(-6 * (size - 1) - 12, rel=1e-5)  # joined ranks give zeros
+        assert "ranks hold different weights: " in facts["after_join_only"]
 
 
 def test_ranks_that_broadcast_other_variables_than_root_are_named_with_the_first_variable(

@@ -242,9 +242,23 @@ def behind_local_variables(through_tape: bool) -> list[float]:
 
 facts["behind_local"] = [behind_local_variables(through_tape) for through_tape in (True, False)]
 
-optimizer = distributed()
-optimizer.apply([tf.constant([1.0])], [keras.Variable([0.0])])
-facts["refused"]["joins_early"] = error_of(hvd_tf.join)
+
+def train_after_join(*, broadcasts: bool) -> float:
+    """A weight after each rank has made 12 updates more than the one before it, and joined, and all 12 by -1."""
+    weight, optimizer = keras.Variable(np.zeros(1, np.float32)), distributed(lambda: keras.optimizers.SGD(1.0))
+    for _ in range(12 * rank):
+        optimizer.apply([tf.constant([1.0])], [weight])
+    last_rank = int(hvd_tf.join())
+    if broadcasts:
+        hvd.broadcast_variables([weight], root_rank=last_rank)
+    for _ in range(12):
+        optimizer.apply([tf.constant([1.0])], [weight])
+    return float(weight.numpy()[0])
+
+
+facts["refused"]["join_in_a_step"] = error_of(tf.function(hvd_tf.join, autograph=False))
+facts["after_join"] = train_after_join(broadcasts=True)
+facts["after_join_only"] = error_of(lambda: train_after_join(broadcasts=False))
 
 # Two sets of variables in turns; a variable whose last gradient of a sum is missing.
 summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
@@ -344,11 +358,12 @@ facts["shard_refused"] = {
     }.items()
 }
 pairs = tf.data.Dataset.from_tensor_slices((np.arange(8), np.arange(8)))
+sampled = tf.data.Dataset.sample_from_datasets([pairs, pairs])
 facts["shard_of_shuffled"] = [
     error_of(lambda: hvd.shard(pairs.shuffle(8))),
     error_of(lambda: hvd.shard(pairs.shuffle(8).map(lambda x, y: (y, x)))),
     error_of(lambda: hvd.shard(pairs.shuffle(8, seed=1, reshuffle_each_iteration=False))),
-    error_of(lambda: hvd.shard(tf.data.Dataset.sample_from_datasets([pairs, pairs]))),
+    error_of(lambda: hvd.shard(sampled.apply(tf.data.experimental.assert_cardinality(16)))),
     error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2, deterministic=False))),
     error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2))),
 ]
