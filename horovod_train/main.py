@@ -107,11 +107,10 @@ def _main(argv: Sequence[str]) -> int:
 def _let_others_know(exit_code: int) -> None:
     """Under plain srun, which lets the others wait for a rank that fails alone before the ranks meet."""
     try:
-        launch = launcher.detect()
+        step = launcher.detect().step
     except UserError:
         return
-    step = launch.step
-    if step is not None and (launch.launcher, launch.rank) != ("launch", 0):  # `launch` ends the others with rank 0
+    if step is not None:
         with suppress(ModuleNotFoundError):  # of Horovod
             from horovod_train.distributed.launch.rendezvous import report_failure
 

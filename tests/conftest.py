@@ -107,7 +107,6 @@ def launcher_command(launcher: str, np: int) -> list[str]:
         "horovodrun": ["horovodrun", "--gloo", "-np", str(np)],
         "horovodrun-default": ["horovodrun", "-np", str(np)],
         "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(np)],
-        "launch": [sys.executable, "-m", "horovod_train.main", "launch", "--over", "gloo", "-np", str(np), "--"],
         "srun": [*as_srun, "--"],
         "srun-bound": [*as_srun, "bound", "--"],
     }[launcher]

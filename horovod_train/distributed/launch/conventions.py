@@ -41,7 +41,7 @@ class Convention(NamedTuple):
 
 
 CONVENTIONS = (
-    # `horovod-train launch`, and any launcher that sets these six and ends the others when rank 0 ends with an error.
+    # `horovod-train launch`, and any launcher that sets these six.
     Convention(
         launcher="launch",
         shows_by=(RANK,),

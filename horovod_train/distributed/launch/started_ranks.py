@@ -25,7 +25,7 @@ import psutil
 from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, RANK, ROOT, SIZE, Meeting
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import SAVED, UserError
+from horovod_train.errors import SAVED
 from horovod_train.output.console import to_stderr
 
 Kind = Literal["rank", "mpirun", "host"]
@@ -262,8 +262,6 @@ class StartedRanks:
                     first = first or started.name
                     is_lost = started.kind == "host" and codes[started.name] == SSH_LOST
                     wait_s = OTHERS_END_AFTER_LOSS_S if is_lost else OTHERS_END_WITHIN_S
-                    if started is self._processes[0] and codes[started.name] == UserError.exit_code:
-                        wait_s = 0.0  # bad input of all ranks, which root says first: nothing has been trained
                     if started.was_asked and started.end_rest():  # a shell; the rank that it has started saves
                         wait_s = SAVE_WITHIN_S
                     kill_at = min(kill_at, time.monotonic() + wait_s)
