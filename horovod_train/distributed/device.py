@@ -80,7 +80,9 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     if rank_gpus:
         tf.config.set_visible_devices(rank_gpus, "GPU")
         for gpu in rank_gpus:
-            if tf.config.get_logical_device_configuration(gpu) is None:  # a script may have limited its memory before
+            # A script may have limited its memory before, or said whether it may grow.
+            is_limited = tf.config.get_logical_device_configuration(gpu) is not None
+            if not is_limited and tf.config.experimental.get_memory_growth(gpu) is None:
                 tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
     else:
         _split_cpu(config.per_rank)

@@ -91,7 +91,7 @@ GPUS = ["GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"]
 
 
 def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(4)]
+    seen = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(6)]
     asked: dict[str, list[tuple]] = {}
 
     def note(owner: object, name: str) -> None:
@@ -103,21 +103,22 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
     for name in ("set_intra_op_parallelism_threads", "set_inter_op_parallelism_threads"):
         note(tf.config.threading, name)
     note(tf.config.experimental, "set_memory_growth")
-    limited = {seen[3]: "so many MB"}  # by the script; TensorFlow refuses to let it grow then
+    limited, growing = {seen[4]: "so many MB"}, {seen[5]: True}  # by the script; a limited one may not grow
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", limited.get)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", growing.get)
     note(tf.debugging, "set_log_device_placement")
-    config = DeviceConfig(per_rank=2, memory_growth=False, soft_placement=False, log_placement=True)
+    config = DeviceConfig(per_rank=3, memory_growth=False, soft_placement=False, log_placement=True)
     device = pin(config, local_rank=1, local_size=2, host_cores=16)
     assert asked == {
-        "set_visible_devices": [(seen[2:], "GPU")],
-        "set_memory_growth": [(seen[2], False)],
+        "set_visible_devices": [(seen[3:], "GPU")],
+        "set_memory_growth": [(seen[3], False)],
         "set_intra_op_parallelism_threads": [(8,)],
         "set_inter_op_parallelism_threads": [(8,)],
         "set_soft_device_placement": [(False,)],
         "set_log_device_placement": [(True,)],
     }
-    assert device.logical == ("GPU:0", "GPU:1")
-    assert device.host_summary == "4 GPUs; 16 cores for 2 ranks of this host"
+    assert device.logical == ("GPU:0", "GPU:1", "GPU:2")
+    assert device.host_summary == "6 GPUs; 16 cores for 2 ranks of this host"
 
 
 @pytest.mark.parametrize(
