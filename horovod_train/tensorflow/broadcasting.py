@@ -173,12 +173,15 @@ def _broadcast_by_position(
         by_device: dict[str, list[tuple[str, Any]]] = {}
         for number, variable in enumerate(variables):
             by_device.setdefault(variable.device, []).append((f"{prefix}.{number}", variable.handle))
+        before: list[Any] = []  # each operation holds a thread until all ranks run it: the same one first on all
         for named in by_device.values():
             names, handles = zip(*named, strict=True)
-            # Not hvd.broadcast_, which takes the variables' names.
-            MPI_LIB.horovod_broadcast_inplace_resource(
-                handles, variable_names=names, root_rank=root_rank, process_set_id=process_set.process_set_id
-            )
+            with tf.control_dependencies(before):
+                # Not hvd.broadcast_, which takes the variables' names.
+                operation = MPI_LIB.horovod_broadcast_inplace_resource(
+                    handles, variable_names=names, root_rank=root_rank, process_set_id=process_set.process_set_id
+                )
+            before = [operation]
 
     # One graph, so that the exchanges overlap. Not called as a tf.function: TensorFlow would warn of retracing.
     broadcast = broadcast_all_in_place if inplace else broadcast_all
