@@ -106,6 +106,7 @@ def test_of_a_sync_that_a_lost_rank_breaks_off_nothing_stays(ranks: list[dict[st
 
 def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
+        assert facts["failed_fit"] == "as it was told"  # before its broadcast: what comes after it is checked
         for text in facts["forgotten"]:
             assert "ranks hold different weights: " in text
             assert "BroadcastGlobalVariablesCallback(0)" in text

@@ -212,6 +212,18 @@ facts["best_of_root_1"] = Path(best.filepath).exists()
 unbuilt = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
 facts["unbuilt_16_a_call"] = error_of(lambda: fit(unbuilt, distributed(), in_fit, steps_per_execution=16))
 facts["unbuilt_weights"] = weights(unbuilt).tobytes().hex()
+
+
+class Fails(keras.callbacks.Callback):
+    """Ends a `fit` before its first batch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        raise RunError("as it was told")
+
+
+unbuilt = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
+facts["failed_fit"] = error_of(lambda: fit(unbuilt, distributed(), [*in_fit, Fails()]))
+facts["forgotten"].append(error_of(lambda: loop(dense(rank), sgd(), with_tape())))
 facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
 
 
