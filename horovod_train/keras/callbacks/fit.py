@@ -106,6 +106,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._end_epoch = EndEpoch()
         self._has_warned = False
         callbacks.append(self._end_epoch)
+        for callback in callbacks:
+            if isinstance(callback, BestModelCheckpoint):
+                callback.root_rank = self.root_rank
         is_shared = guards().files_on_root_only
         if is_shared:
             _keep_to_root(callbacks, self.root_rank)
@@ -371,9 +374,6 @@ def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
 
 def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
     """Replace callbacks that write files or show progress by one that does nothing, on all ranks except root_rank."""
-    for callback in callbacks:
-        if isinstance(callback, BestModelCheckpoint):
-            callback.root_rank = root_rank
     if hvd.rank() == root_rank:
         return
     writers = _take_out(callbacks, _FILE_WRITERS)

@@ -161,6 +161,7 @@ def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dic
 
 def test_the_best_model_is_written_by_root_whichever_rank_that_is(ranks: list[dict[str, Any]]) -> None:
     assert all(facts["best_of_root_1"] for facts in ranks)
+    assert [facts["writes_best"] for facts in ranks] == [rank == 1 for rank in range(len(ranks))]
 
 
 def test_a_model_without_variables_may_take_sixteen_steps_before_it_is_broadcast(ranks: list[dict[str, Any]]) -> None:
