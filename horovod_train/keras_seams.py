@@ -91,7 +91,7 @@ def weights_of_slots(slots: Sequence[Any], weights: Iterable[keras.Variable]) ->
     return pairs[::-1]
 
 
-_MADE_IN_GRAPHS = re.compile("FlatMap|(?<!Directed)Interleave|Adapter")
+_MADE_IN_GRAPHS = re.compile("FlatMap|(?<!Directed)Interleave|GroupByWindow|Adapter")
 """Classes of datasets that do not tell Python all that they are made of."""
 
 
@@ -99,7 +99,7 @@ def unsure_order(dataset: tf.data.Dataset) -> str | None:
     """Return what may put a tf.data.Dataset in another order in each process; None if nothing is seen that does.
 
     A seed does not help: that of tf.random.set_seed, which counts too, may differ by process. Not seen is what a
-    generator does, or Python called in a map.
+    generator does, Python called in a map, or numbers drawn in a filter or by Dataset.random.
     """
     parts = set(_parts(dataset))
     names = " ".join(name for name, _ in parts)

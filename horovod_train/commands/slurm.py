@@ -375,7 +375,7 @@ def _read_site(file: Path) -> dict[str, Any]:
     with reading(str(file), text=True):
         try:
             text = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter of users whose home is /dev/null
             return {}
     node = compose(text, str(file))
     if node is None:

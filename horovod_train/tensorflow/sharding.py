@@ -105,9 +105,12 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if not isinstance(dataset.element_spec, tuple) or len(dataset.element_spec) != 2:
         raise UserError(f"hvd.shard: expected a dataset of (x, y), not batched; received {dataset.element_spec}.")
     if (cause := unsure_order(dataset)) is not None:
+        advice = f"Apply {cause} to what hvd.shard returns."
+        if cause == "deterministic=False":  # an option of the whole pipeline, wherever it is set
+            advice = "Leave it out, also after hvd.shard."
         raise UserError(
             f"hvd.shard: by {cause} the dataset is, or may become, in another order on each rank, so records would be "
-            f"lost. Apply {cause} to what hvd.shard returns."
+            f"lost. {advice}"
         )
     _check_count(count)
     rank, size = hvd.rank(), hvd.size()

@@ -264,7 +264,8 @@ def _call_at_end(run: Run, step: int, hooks: Sequence[Hook], stop: StopReason | 
     """
     reason, is_done = None, not (stop and stop.restartable)
     # An earlier start has come to this end, called them and saved.
-    left_out = run.parts.users_hooks if is_done and run.parts.callbacks.train_ended_at == step else ()
+    were_called = run.parts.callbacks.train_ended_at == step and (is_done or step >= run.parts.last_step)
+    left_out = run.parts.users_hooks if were_called else ()
     for hook in hooks:
         if hook.at_end in ("done" if is_done else "stopped", "always") and hook not in left_out:
             given = hook.function(run, step)

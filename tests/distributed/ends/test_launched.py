@@ -121,6 +121,7 @@ def test_a_launcher_that_is_killed_leaves_a_saved_run(
         wait_until(lambda: is_past(out, 40), process)
         ranks = [process_of(out, rank) for rank in (0, 1)]
         process.kill()
+        process.wait()  # or the end of the block, which kills what still runs, would take the ranks too
     assert_they_end(ranks)
     assert json.loads((out / "logs" / "rank-0.end.json").read_text())["exit_code"] == 75
     assert ("the launcher of this rank has ended" in (out / "logs" / "rank-0.log").read_text()) == (start == "srun")
@@ -151,6 +152,7 @@ def test_a_script_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
         assert process.stdout is not None
         ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
         process.kill()
+        process.wait()  # or the end of the block, which kills what still runs, would take the ranks too
     assert_they_end(ranks)
 
 

@@ -70,7 +70,9 @@ def test_a_module_that_fails_when_it_is_imported_is_named(tmp_path: Path, monkey
         load_hooks(["failing_hooks:note"], every_steps=1)
 
 
-def called_at_end(stop: StopReason | None, *, told_at: int = -1, evaluation: StopReason | None = None) -> list[str]:
+def called_at_end(
+    stop: StopReason | None, *, told_at: int = -1, last: int = 9, evaluation: StopReason | None = None
+) -> list[str]:
     """Which hooks are called at the end of a run at step 9. told_at: the step of an end that was saved."""
     called: list[str] = []
 
@@ -84,7 +86,7 @@ def called_at_end(stop: StopReason | None, *, told_at: int = -1, evaluation: Sto
         *users,
         every(None, noting("save"), at_end="always"),
     ]
-    parts = SimpleNamespace(users_hooks=users, callbacks=SimpleNamespace(train_ended_at=told_at))
+    parts = SimpleNamespace(users_hooks=users, callbacks=SimpleNamespace(train_ended_at=told_at), last_step=last)
     _call_at_end(SimpleNamespace(parts=parts), 9, hooks, stop)  # type: ignore[arg-type]
     return called
 
@@ -99,7 +101,8 @@ def test_hooks_at_the_end_are_those_of_how_a_run_ends() -> None:
     assert called_at_end(None, evaluation=REQUEST) == ["evaluate", *stopped]
     # What they changed at this step has been saved; a stop of a run that was extended is another end.
     assert called_at_end(None, told_at=9) == ["evaluate", "callbacks", "save"]
-    assert called_at_end(REQUEST, told_at=9) == stopped
+    assert called_at_end(REQUEST, told_at=9) == ["save"]
+    assert called_at_end(REQUEST, told_at=9, last=20) == stopped
 
 
 @pytest.mark.parametrize(("reason", "left"), [(REQUEST, 1.0), (None, 3.0)])
