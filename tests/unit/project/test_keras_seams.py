@@ -205,6 +205,7 @@ RANDOM = tf.data.Dataset.random()
         (tf.compat.v1.data.Dataset.range(8).shuffle(8), "shuffle"),
         (RANGE.interleave(of_three_shuffled), "shuffle"),
         (RANGE.flat_map(of_three_shuffled), "shuffle"),
+        (RANGE.group_by_window(lambda x: x % 2, lambda _, part: part.shuffle(4).batch(2), 2), "shuffle"),
         (RANGE.flat_map(of_shuffled).batch(2), "shuffle"),
         (RANGE.interleave(captured, num_parallel_calls=2), "shuffle"),
         (tf.data.Dataset.sample_from_datasets([RANGE, RANGE]), "sample_from_datasets"),
