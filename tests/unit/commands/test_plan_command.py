@@ -420,7 +420,7 @@ def test_a_source_that_imports_keras_gets_tensorflow_whatever_keras_json_says(tm
     (tmp_path / "c.yaml").write_text(f"data: {data}\nmodel: mlp\nloss: mse\noptimizer: sgd\ntrain: {{epochs: 1}}\n")
     environment = rank_environment() | {"KERAS_HOME": str(tmp_path / "keras")}
     environment["PYTHONPATH"] += f":{tmp_path}"
-    words = ["plan", "--config", str(tmp_path / "c.yaml"), "--fast"]
+    words = ["plan", "--config", str(tmp_path / "c.yaml"), "--output-dir", str(tmp_path / "run"), "--fast"]
     finished = run_process([sys.executable, "-m", "horovod_train.main", *words], environment=environment)
     assert finished.returncode == 0, finished.text
     assert "32" in finished.stdout
