@@ -133,3 +133,8 @@ class OwnSwap(keras.callbacks.SwapEMAWeights):
 
 def no_callback() -> int:
     return 3
+
+
+class KeepsTheBest(keras.callbacks.EarlyStopping):
+    def __init__(self) -> None:
+        super().__init__(restore_best_weights=True)

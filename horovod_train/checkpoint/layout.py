@@ -340,6 +340,8 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     "never", because they would be lost, and for a path of another run, because two runs would be mixed.
     """
     try:
+        if folder.is_symlink() and not folder.exists():
+            raise UserError(f"checkpoint.resume: {resume}: {folder} is a link to nothing: is its disk mounted?")
         if resume == "never":
             if steps_in(folder):
                 raise UserError(

@@ -226,7 +226,7 @@ class CheckpointStore(Store):
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""
         run_dir = self.checkpoints.folder.parent
-        if not run_dir.is_dir():
+        if not os.path.isdir(run_dir):  # Path.is_dir raises what a disk that fails answers
             return (
                 f"output_dir: {run_dir} is gone: removed, renamed or no longer mounted, so that no checkpoint can be "
                 "saved. Bring it back and start again, or start anew with another --output-dir."

@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_together(arguments)
     if arguments.audit:
         epochs = audit(arguments.audit)
+        if not epochs:
+            raise UserError(f"--audit: {arguments.audit}: its ranks have noted no step yet.")
         _show_audit(console, epochs)
         return _compare_data(console, arguments.audit, epochs[-1])
     configs = _configs(arguments)

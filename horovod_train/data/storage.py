@@ -131,6 +131,14 @@ def map_paths(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
         return list(threads.map(function, paths))
 
 
+def read_at(fd: int, length: int, offset: int) -> bytes:
+    """Return bytes of an open file, fewer at its end. One call of the system gives at most 2 GiB."""
+    data = os.pread(fd, length, offset)
+    while len(data) < length and (more := os.pread(fd, length - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 class Storage:
     """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing.
 
@@ -195,7 +203,7 @@ class Storage:
             return bytes(self._request(path, partial(self._fetch, path, offset, length))) if length else b""
         # Opened again each time, because there may be more files than a process may have open.
         with open(path, "rb", buffering=0) as file:
-            return os.pread(file.fileno(), length, offset)
+            return read_at(file.fileno(), length, offset)
 
     def _fetch(self, url: str, offset: int, length: int, system: Any, place: str) -> bytes:
         """Make one request for bytes of a remote file. Raises OSError if another number of bytes came."""
@@ -226,7 +234,7 @@ class Storage:
         else:
             with open(path, "rb", buffering=0) as file:
                 fd = file.fileno()
-                yield Stamp.of(os.fstat(fd)), lambda length, offset: os.pread(fd, length, offset)
+                yield Stamp.of(os.fstat(fd)), lambda length, offset: read_at(fd, length, offset)
 
     def read_pieces(self, path: str) -> Iterator[bytes]:
         """Yield the content of a file from its start to its end."""

@@ -42,14 +42,14 @@ class RecordNames(NamedTuple):
 
 def _is_csv_of_outputs(path: Path) -> bool:
     """Return whether a table has a column record, and in its first row nothing but numbers, a file, and a class."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = csv.reader(file)
-        head, row = next(rows, []), next(rows, [])
     try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = csv.reader(file)
+            head, row = next(rows, []), next(rows, [])
         numbers = [value for column, value in zip(head, row, strict=False) if column not in (_FILE, _CLASS)]
         all_are_numbers = len([float(value) for value in numbers]) == len(numbers)
         return all_are_numbers and head[:1] == ["record"] and len(row) in (0, len(head))
-    except ValueError:
+    except (ValueError, csv.Error):
         return False
 
 

@@ -194,7 +194,7 @@ class PrometheusFile:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "metrics.prom"
-        self._run = str(directory.resolve())
+        self._run = str(directory.resolve()).encode(errors="replace").decode()
         self._newest: dict[str, Mapping[str, float]] = {}
         self._step = self._epoch = 0
         self._progress = time.time()

@@ -438,11 +438,18 @@ def _losses(model: keras.Model) -> list[keras.losses.Loss]:
         loss
         for layer in layers_inside(model)
         for name, value in vars(layer).items()
-        if not name.startswith("_")  # among those is Keras' own sum of losses
+        if name != "_compile_loss"  # Keras' own sum of losses
         for loss in parts_in(value, keras.losses.Loss)
     ]
     given = parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)
-    return list({id(loss): loss for loss in [*compiled_losses(model), *given, *held]}.values())
+    found: dict[int, keras.losses.Loss] = {}
+    waiting = [*compiled_losses(model), *given, *held]
+    while waiting:
+        loss = waiting.pop(0)
+        if id(loss) not in found:
+            found[id(loss)] = loss
+            waiting += parts_in({**vars(loss)}, keras.losses.Loss)  # those that it is made of
+    return list(found.values())
 
 
 def _take_on_losses(model: keras.Model, shares: Shares) -> Shares:

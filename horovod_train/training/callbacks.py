@@ -212,6 +212,8 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
         if not isinstance(callback, keras.callbacks.Callback):
             raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
         _check_is_of_use(type(callback), spec, where)
+        if getattr(callback, "restore_best_weights", False):
+            raise UserError(f"{where}: {spec.name} has restore_best_weights, which a resume would lose; leave it out.")
         if isinstance(callback, _SWAPS):
             if type(callback) is not _SWAPS:
                 raise UserError(
@@ -256,6 +258,9 @@ def _check_rate_is_free(name: str, model: keras.Model, optimizers: Optimizers) -
             f"callbacks: {name} sets the learning rate, which follows a schedule here. Leave out lr_schedule.decay and "
             "warmup_epochs, or the callback."
         ) from error
+    except AttributeError as error:  # of a MultiOptimizer, or a function
+        text = f"callbacks: {name} sets the learning rate, and that of model.optimizer cannot be set."
+        raise UserError(text) from error
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,13 @@ from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import class_axis, compile_arguments
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
-from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
+from horovod_train.optim.optimizers import (
+    ByFormula,
+    add_loss_scale,
+    build_optimizer,
+    build_schedule,
+    limit_weight_decay,
+)
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.fine_tuning import multiply_rates
 from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels, takes_logits
@@ -305,7 +311,11 @@ def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> k
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     try:
         if config.lr_schedule != LrScheduleConfig():
-            inner.learning_rate = build_schedule(_with_base_rate(config.lr_schedule, inner), horizon)
+            schedule = _with_base_rate(config.lr_schedule, inner)
+            try:
+                inner.learning_rate = build_schedule(schedule, horizon)
+            except TypeError:  # Keras puts no number in the place of a schedule
+                inner.learning_rate = ByFormula(dataclasses.asdict(schedule), dataclasses.asdict(horizon))
         if config.train.clip_norm is not None:
             inner.global_clipnorm = config.train.clip_norm
             if inner.clipnorm is not None or inner.clipvalue is not None:

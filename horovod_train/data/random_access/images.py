@@ -19,7 +19,7 @@ from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, l
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Storage
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 from horovod_train.shown_text import listed
 
 
@@ -87,10 +87,16 @@ class UnlabelledImages(FileStore):
         return {self._name: objects([read_file(file, self._stamps) for file in self._files[first:last]])}
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def images_at(path: str) -> tuple[list[str], list[str]]:
     """Return the image files that a local path stands for, and the other files of a folder; hidden ones aside."""
     if os.path.isdir(path):
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        with reading(path):
+            walked = list(os.walk(path, onerror=_raise))
+        found = [os.path.join(folder, name) for folder, _, names in walked for name in names]
         hidden = f"{os.sep}."
         found = sorted(file for file in found if hidden not in file[len(path) :] and os.path.isfile(file))
         found = [file for file in found if not is_no_record(os.path.basename(file))]

@@ -7,6 +7,7 @@ transforms.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from horovod_train.errors import UserError, one_line, reading
 from horovod_train.shown_text import listed
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
+_NOT_OF_A_RECORD = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors of the system, by which good records would count as bad ones."""
 _MAX_BLOCKS = 4_000_000
 _MAX_RECORDS = 1 << 36
 """Of one entry: a file can declare any number of rows that take no bytes, but a block of 256 takes some."""
@@ -243,6 +246,8 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
         rows = split_records(store.read(first, error.record)) if good else []
         return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
     except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
+        if isinstance(error, OSError) and error.errno in _NOT_OF_A_RECORD:
+            raise UserError(f"{store.name(first)}: cannot be read: {error.strerror}.") from error
         if last - first == 1:
             return [{}], {0: describe_error(error)}
     results = [_read(store, record, record + 1) for record in range(first, last)]

@@ -33,7 +33,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
-from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, resolved
+from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, resolved
 from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack
 from horovod_train.errors import UserError
 from horovod_train.open_files import OpenFiles
@@ -153,7 +153,7 @@ class TFRecordBlocks:
                 with self._files.opened(path) as fd:
                     # If the file was replaced, this descriptor still reads the old one.
                     check_unchanged(path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd)))
-                    data = os.pread(fd, length, offset)
+                    data = read_at(fd, length, offset)
         except OSError as error:
             raise UserError(f"{path}: cannot be read any more: {error.strerror or error}.") from error
         if len(data) < length:
@@ -309,7 +309,7 @@ class UnpackedFiles:
                 self._unpack(file)
                 self._is_unpacked.add(file)
         length = min(length, self._sizes[file] - offset)
-        return os.pread(self._descriptor(), length, self._starts[file] + offset)
+        return read_at(self._descriptor(), length, self._starts[file] + offset)
 
     def _unpack(self, file: ScannedFile) -> None:
         position, end = self._starts[file], self._starts[file] + self._sizes[file]

@@ -68,7 +68,17 @@ class Part(NamedTuple):
 
     def row_weights(self) -> tf.Tensor:
         """Return 1 for each row that is a record of this pass and 0 for a borrowed one, float32 [rows]."""
-        return self.batch.real * tf.cast(self.count > 0, tf.float32) if self.may_be_borrowed else self.batch.real
+        if not self.may_be_borrowed:
+            return self.batch.real
+        return self.batch.real * self.is_counted()
+
+    def is_counted(self) -> tf.Tensor:
+        """Return 1 if the pass has a record here and else 0, a float32 scalar.
+
+        By the share, which is no constant as `count` may be: TensorFlow makes an exchange of constants once, in place
+        of once a step, and then on this rank only.
+        """
+        return tf.cast((self.count if self.share is None else self.share) > 0, tf.float32)
 
     @contextmanager
     def without_borrowed(self, variables: Sequence[tf.Variable]) -> Iterator[None]:

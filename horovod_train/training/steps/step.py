@@ -261,7 +261,7 @@ class TrainStep:
             return None
         sums: list[tf.Tensor] | None = None
         for part in parts:
-            divisors = [divisor * tf.cast(part.count > 0, tf.float32) for divisor in self._divisors(part.batch)]
+            divisors = [divisor * part.is_counted() for divisor in self._divisors(part.batch)]
             sums = divisors if sums is None else [a + b for a, b in zip(sums, divisors, strict=True)]
         if not sums:
             return None

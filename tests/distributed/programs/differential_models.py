@@ -184,6 +184,31 @@ class Distilled(keras.Model):
         return 0.3 * of_labels + 0.7 * self.divergence(wanted, ops.softmax(y_pred / 2))
 
 
+class OfLosses(keras.losses.Loss):
+    """Made of two losses, of which none is divided by rows."""
+
+    def __init__(self) -> None:
+        super().__init__(name="of_losses")
+        self.kept = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        self.added = [keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1, reduction="sum")]
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.kept(y_true, y_pred) + 0.01 * self.added[0](y_true, y_pred)
+
+
+class PrivateLoss(Distilled):
+    """A loss in an attribute that begins with an underscore, added up over the records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._added = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **_: Any
+    ) -> Any:
+        return 0.1 * self._added(y, y_pred)
+
+
 class Vae(keras.Model):
     """keras.io's variational autoencoder, with draws that are not random."""
 

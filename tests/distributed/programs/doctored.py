@@ -28,7 +28,7 @@ found = {
     "config": doctor_checks.check_versions(group, Config(seed=group.rank))[-1],
     "threads": doctor_checks.check_threads(group),
 }
-pytest.MonkeyPatch().setattr(doctor_checks, "DistributedOptimizer", stock.DistributedOptimizer)
+pytest.MonkeyPatch().setattr(doctor_checks, "_distributed", stock.DistributedOptimizer)
 found["stock"] = doctor_checks.check_averaging(group)
 shown = {name: [finding.level, finding.text] for name, finding in found.items()}
 left = sorted(path.name for path in Path(sys.argv[1]).glob(".doctor*"))

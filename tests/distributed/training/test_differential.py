@@ -36,7 +36,7 @@ CORE = {
 LONG = {
     3: [
         *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
-        *("metrics of states that are no sums", "XLA, mask"),
+        *("metrics of states that are no sums", "XLA, mask", "loss of losses", "own compute_loss, private sum"),
     ]
 }
 

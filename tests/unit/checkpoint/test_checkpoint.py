@@ -23,7 +23,7 @@ import pytest
 import tensorflow as tf
 from conftest import HANGS_AFTER_S
 
-from horovod_train.checkpoint import layout, tensors
+from horovod_train.checkpoint import layout, manager, tensors
 from horovod_train.checkpoint.layout import MANIFEST, Best, Damaged, Facts, most_at_once, open_checkpoint, pack, verify
 from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
 from horovod_train.checkpoint.tensors import load, read_arrays
@@ -556,6 +556,30 @@ def test_a_disk_that_turns_read_only(small_disk: Path) -> None:
     assert Run(run.directory).found() == 1
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     assert run.save(3).store.wait() is None
+
+
+def test_a_save_that_fails_counts_whatever_the_disk_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS whose handles are stale: `Path.is_dir` raises that."""
+    run.save(1)
+
+    def stale(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(manager, "write", stale)
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **how: stale() if path == run.directory else stat(path, **how))
+    failure = run.save(2).store.wait()
+    monkeypatch.undo()
+    assert failure is not None
+    assert "Stale file handle" in failure
+    assert "Stale file handle" in run.said[-1]
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_are_not_taken_for_none(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "scratch")
+    for resume in ("auto", "never"):
+        with pytest.raises(UserError, match="checkpoints is a link to nothing: is its disk mounted"):
+            layout.find_start(tmp_path / "checkpoints", resume, layout.read_manifest)
 
 
 def test_a_run_directory_that_vanished_is_not_made_anew(run: Run) -> None:

@@ -85,6 +85,8 @@ def test_an_audit_is_compared_with_the_data_themselves(
     records = open_records(settings, "train")
     plan = build_plan(records, settings, seed=1, training=True, global_batch_size=70)
     log = AuditLog(str(run_dir), Start(0, 0, 0, 1, 70, 70, 1, data=records.digest))
+    with pytest.raises(UserError, match="its ranks have noted no step yet"):
+        run(check_data, "--audit", run_dir)
     log.append(0, 0, plan.rows(plan.sequence(0), 0, 1, 0, 1).ids)
     log.close()
     assert run(check_data, "--audit", run_dir) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from made_stores import write_npy
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
+from horovod_train.data.random_access import store
 from horovod_train.data.schema import load_schema
+from horovod_train.data.storage import DEFAULT
 from horovod_train.errors import UserError
 
 FIVE = {"x": np.arange(10.0, dtype=np.float32).reshape(5, 2), "y": np.arange(5)}
@@ -259,3 +263,29 @@ def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_p
         (tmp_path / "dataset.json").write_text(text)
         with pytest.raises(UserError, match=r"dataset\.json: cannot be read as JSON: "):
             load_schema(str(tmp_path / "dataset.json"))
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE])
+def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int) -> None:
+    """With on_bad_record: skip, good records would be left out for as long as it lasts."""
+
+    def read(first: int, last: int) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    class Failing:
+        def name(self, record: int) -> str:
+            return f"x.npy, record {record}"
+
+    failing: Any = Failing()
+    failing.read = read
+    with pytest.raises(UserError, match=rf"^x\.npy, record 4: cannot be read: {os.strerror(number)}\.$"):
+        store._read(failing, 4, 8)
+
+
+def test_a_long_read_is_made_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives at most 2 GiB at a time."""
+    (tmp_path / "x").write_bytes(bytes(range(100)))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, length, offset: pread(fd, min(length, 7), offset))
+    assert DEFAULT.read(str(tmp_path / "x"), 10, 50) == bytes(range(10, 60))
+    assert DEFAULT.read(str(tmp_path / "x"), 90, 50) == bytes(range(90, 100))

@@ -72,7 +72,14 @@ def test_a_place_that_cannot_be_written_is_named() -> None:
         open_predictions("/proc/out.npz", SPECS, 3, is_root=True)
 
 
-@pytest.mark.parametrize(("name", "content"), [("out.csv", b"name,age\nann,3\n"), ("out.npz", b"PK not an archive")])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("out.csv", b"name,age\nann,3\n"),
+        ("out.csv", b"record," + b"1" * 200_000 + b"\n"),  # longer than csv takes
+        ("out.npz", b"PK not an archive"),
+    ],
+)
 def test_a_file_that_predict_did_not_write_stays(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"^--out .*{name}: is not a file that predict wrote, and stays as it is"):

@@ -125,6 +125,10 @@ def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> N
     as_compiled = train(batches, made())
     assert rate_of(as_compiled) == pytest.approx(0.25)
     assert len(as_compiled.update.optimizers.variables) == 4  # counter, rate, and momentum of two weights
+    scheduled = made()
+    scheduled.compile(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.25, 10)), scheduled.loss)
+    constant = train(batches, scheduled, lr_schedule={"base_lr": 0.125})
+    assert rate_of(constant) == pytest.approx(0.125)
     other = train(batches, made(), optimizer="adam", lr_schedule={"base_lr": 0.5})
     assert rate_of(other) == pytest.approx(0.5)
     assert len(other.update.optimizers.variables) == 6

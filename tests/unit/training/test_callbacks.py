@@ -32,6 +32,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"restore_best_weights": True},
         "options.restore_best_weights: a resume would lose them; use che",
     ),
+    (
+        "user_callbacks:KeepsTheBest",
+        {},
+        "KeepsTheBest has restore_best_weights, which a resume would lose;",
+    ),
     ("EarlyStoping", {}, "callbacks[0]: Keras has no 'EarlyStoping'; did you mean EarlyStopping"),
     (
         "EarlyStopping",
@@ -126,6 +131,12 @@ def test_a_rate_that_follows_a_schedule_cannot_be_set() -> None:
     callbacks.attach(plain, applied(plain), NO_AVERAGES, epochs=3, steps_per_epoch=5)
     with pytest.raises(UserError, match="sets the learning rate, which follows a schedule here"):
         callbacks.attach(scheduled, applied(scheduled), NO_AVERAGES, epochs=3, steps_per_epoch=5)
+    several = made()
+    several.compile(
+        keras.optimizers.MultiOptimizer([(keras.optimizers.SGD(0.1), "nothing")], keras.optimizers.SGD(0.1))
+    )
+    with pytest.raises(UserError, match=r"sets the learning rate, and that of model\.optimizer cannot be set"):
+        callbacks.attach(several, applied(several), NO_AVERAGES, epochs=3, steps_per_epoch=5)
     with pytest.raises(UserError, match="ReduceLROnPlateau monitors"):
         callbacks.check_monitors(["loss", "val_loss"])
 
