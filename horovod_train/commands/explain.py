@@ -90,7 +90,9 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class LastGood:
+    """The newest checkpoint that a run can resume from."""
+
     path: str
     step: int
 
@@ -112,7 +114,7 @@ class Explanation:
     launched: list[str]
     """The last lines of the command launch, if that started the ranks."""
     last_step: int | None
-    checkpoint: Checkpoint | None
+    checkpoint: LastGood | None
     damaged: list[str]
     steps_lost: int | None
     next: str
@@ -205,7 +207,7 @@ def _last_step_in_metrics(run_dir: Path) -> int | None:
     return max(map(int, steps), default=None)
 
 
-def _last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+def _last_good_checkpoint(run_dir: Path) -> tuple[LastGood | None, list[str]]:
     """Return the newest checkpoint that a run can resume from, and what is wrong with newer ones.
 
     Reads them byte by byte, as a run would. Raises UserError if the folder cannot be read.
@@ -215,7 +217,7 @@ def _last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         newest, damaged = newest_whole(folder, _verify)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
-    found = Checkpoint(str(newest.folder), newest.facts.step) if newest else None
+    found = LastGood(str(newest.folder), newest.facts.step) if newest else None
     return found, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
 
 
@@ -367,7 +369,7 @@ def _ended_by_another(story: RankStory) -> bool:
     return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
 
 
-def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: Checkpoint | None) -> str:
+def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: LastGood | None) -> str:
     logs = run_dir / FOLDER
     if outcome.state == "finished":
         return "nothing to do"

@@ -62,7 +62,7 @@ from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 from horovod_train.output import logs
 
 T = TypeVar("T")
-Facts = dict[str, Any]
+Json = dict[str, Any]
 _RATE_ROWS = 10
 
 NOT_CHECKED = (
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _look(
     config: Config, missing: list[str], ranks: int, fast: bool, pace: Pace
-) -> tuple[Facts | None, list[str], list[str]]:
+) -> tuple[Json | None, list[str], list[str]]:
     """Return the facts, if the records can be read; what may be unintended; and what is wrong.
 
     missing: what is wrong with the paths of the data.
@@ -147,7 +147,7 @@ def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
         return None
 
 
-def _lack_of_room(config: Config, facts: Facts | None) -> str | None:
+def _lack_of_room(config: Config, facts: Json | None) -> str | None:
     """Return a sentence if the disk cannot hold the run's checkpoints. Raises UserError if it has room for none."""
     saved = facts["checkpoints"] if facts else {}
     if config.output_dir is None or saved.get("bytes_each") is None:
@@ -239,14 +239,14 @@ def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outloo
     return Outlook(unresolved, config, ranks, start, records, eval_records, plan, horizon)
 
 
-def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str]]:
+def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Json, list[str]]:
     """Return the facts by section, in JSON types, and a sentence for each that may be unintended."""
     config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
     batch = plan.global_batch_size
     saves = count_saves(config.checkpoint, horizon.steps_per_epoch, horizon.total_steps)
     shares = records_by_rank(plan, ranks)
     most = most_at_once(config.checkpoint, saves)  # one of them may still be being written
-    facts: Facts = {
+    facts: Json = {
         "ranks": ranks,
         "records": {
             "train": _records(outlook.records, config),
@@ -326,7 +326,7 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
     ]
 
 
-def _records(records: Records, config: Config) -> Facts:
+def _records(records: Records, config: Config) -> Json:
     parts = records.stored or records.source.parts
     return {
         "records": records.num_records,
@@ -342,14 +342,14 @@ def _records(records: Records, config: Config) -> Facts:
     }
 
 
-def _resume(start: Checkpoint | None, horizon: Horizon) -> Facts | None:
+def _resume(start: Checkpoint | None, horizon: Horizon) -> Json | None:
     if start is None:
         return None
     left = max(0, horizon.total_steps - start.facts.step)
     return {"path": str(start.folder), "step": start.facts.step, "ranks": start.facts.ranks, "steps_left": left}
 
 
-def _time(outlook: Outlook, pace: Pace) -> Facts | None:
+def _time(outlook: Outlook, pace: Pace) -> Json | None:
     """Return the seconds of what is left of the run at a throughput, which also counts for evaluation.
 
     If a time is given instead, return the throughput that it needs.
@@ -387,7 +387,7 @@ def _kept_batch(unresolved: Config, batch: int, ranks: int) -> Iterator[str]:
         yield f"the global batch stays {batch}; data.batch_size_per_rank {per_rank} would make it {alone} here"
 
 
-def _second_look(config: Config, facts: Facts) -> Iterator[str]:
+def _second_look(config: Config, facts: Json) -> Iterator[str]:
     """Yield what is valid but may be unintended."""
     rows, ranks, data = facts["batch"]["rows_per_rank"], facts["ranks"], config.data
     if len(rows) > 1:
@@ -408,7 +408,7 @@ def _second_look(config: Config, facts: Facts) -> Iterator[str]:
 # --- how they are shown -----------------------------------------------------------------------------------------
 
 
-def _show(facts: Facts | None, notes: Sequence[str], faults: Sequence[str]) -> None:
+def _show(facts: Json | None, notes: Sequence[str], faults: Sequence[str]) -> None:
     console = open_screen()
     if facts is not None:
         for name, line in _lines(facts):
@@ -419,7 +419,7 @@ def _show(facts: Facts | None, notes: Sequence[str], faults: Sequence[str]) -> N
         console.print(f"fault: {fault}", markup=False)
 
 
-def _lines(facts: Facts) -> list[tuple[str, str]]:
+def _lines(facts: Json) -> list[tuple[str, str]]:
     batch, steps, share = facts["batch"], facts["steps"], facts["records_per_rank"]
     rows = batch["rows_per_rank"]
     per_rank = ", ".join(f"{row} on {count} rank{'s' * (count > 1)}" for row, count in rows.items())
@@ -461,14 +461,14 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     return lines
 
 
-def _data_set_lines(data_sets: Sequence[Facts]) -> list[str]:
+def _data_set_lines(data_sets: Sequence[Json]) -> list[str]:
     """Return a line for each data set, if any of them is repeated."""
     if all(data_set["repeats"] == 1 for data_set in data_sets):
         return []
     return [f"{each['records']:,} of {each['name']}, {each['repeats']} × an epoch" for each in data_sets]
 
 
-def _rate_lines(facts: Facts) -> list[tuple[str, str]]:
+def _rate_lines(facts: Json) -> list[tuple[str, str]]:
     rates = facts["learning_rate"]
     if isinstance(rates, str):
         return [("learning rate", f"as {rates} says")]
@@ -479,7 +479,7 @@ def _rate_lines(facts: Facts) -> list[tuple[str, str]]:
     return [("learning rate", head), *(("", row) for row in rows)]
 
 
-def _size_lines(facts: Facts) -> list[tuple[str, str]]:
+def _size_lines(facts: Json) -> list[tuple[str, str]]:
     saved, memory = facts["checkpoints"], facts["memory_per_rank"]
     clock = f" and one every {saved['every_minutes']:g} minutes" if saved["every_minutes"] is not None else ""
     size = f"; size {saved['source']}"
@@ -496,7 +496,7 @@ def _size_lines(facts: Facts) -> list[tuple[str, str]]:
     return lines
 
 
-def _time_line(time: Facts) -> str:
+def _time_line(time: Json) -> str:
     if "needs_examples_per_s" in time:
         return f"to end within {_clock(time['walltime_s'])} takes {time['needs_examples_per_s']:,.0f} records/s"
     line = f"{_clock(time['seconds'])} for {time['records']:,} records, evaluation counted as training"

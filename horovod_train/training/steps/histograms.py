@@ -35,7 +35,8 @@ class Summaries:
         self.train_step, self._read, self._size = train_step, read, size
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
-        self._traces = 0
+        self._run: Any = None
+        self._traces = -1  # of the step when `_run` was made
 
     def compute(self) -> dict[str, tf.Tensor]:
         """Collective: return the values of each histogram, any shape; by name, as `hidden1/kernel`.

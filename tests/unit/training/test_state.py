@@ -57,6 +57,14 @@ def train_beside(model: keras.Model) -> None:
     model.get_layer("inner").get_layer("dense").enable_lora(2)
 
 
+def applied(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Optimizers:
+    """What a state has where the step applies one optimizer, which is built."""
+    optimizer.build(model.trainable_variables)
+    optimizers = Optimizers({"optimizer": optimizer})
+    optimizers.by_path["optimizer"] = optimizer
+    return optimizers
+
+
 FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_head, train_beside]
 
 
@@ -64,7 +72,8 @@ FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_he
 def test_all_weights_are_compared_whatever_is_frozen(freeze: object) -> None:
     model = build_model()
     freeze(model)  # type: ignore[operator]
-    state = TrainState(model, Optimizers({}))
+    state = TrainState(model, applied(model, keras.optimizers.SGD(momentum=0.9)))
+    assert any(name.startswith("optimizer/") for name in state.variables())
     assert Settled(state).digests().keys() == state.variables().keys() - {"progress/loss_averages"}
 
 
@@ -79,12 +88,14 @@ def test_layers_of_one_name_are_all_kept() -> None:
                 x = part(x)
             return x
 
-    model = Twins()
+    model, optimizer = Twins(), keras.optimizers.SGD(momentum=0.9)
     model(keras.Input((2,)))
-    stale = Stale(SyncParts(TrainConfig(), cast(WorkerGroup, Alone()), model, list))
+    optimizers = applied(model, optimizer)
+    stale = Stale(SyncParts(TrainConfig(), cast(WorkerGroup, Alone()), model, list, optimizer.variables))
     assert len(stale.variables) == len(model.trainable_variables) + 1
-    kept = TrainState(model, Optimizers({}), synchronization=stale).variables()
-    assert {id(variable) for variable in stale.pending} <= {id(variable) for variable in kept.values()}
+    kept = TrainState(model, optimizers, synchronization=stale).variables()
+    wanted = [*stale.pending, *(slot.value for slot in optimizer.variables)]
+    assert {id(variable) for variable in wanted} <= {id(variable) for variable in kept.values()}
 
 
 def test_each_random_generator_of_a_model_has_a_seed() -> None:
