@@ -171,6 +171,14 @@ def lines_in(content: bytes) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
+def is_cut_short(path: Path) -> bool:
+    """Return whether the last line of a file lacks its end, as after a power cut. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
 class Lines(Appender):
     """An Appender of lines of text; lines_in reads them."""
 

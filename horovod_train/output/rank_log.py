@@ -23,7 +23,7 @@ from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
-from horovod_train.output.files import Lines, lines_in, write_atomically
+from horovod_train.output.files import Lines, is_cut_short, lines_in, write_atomically
 from horovod_train.output.removal import Artifact, remove, remove_drafts
 from horovod_train.shown_text import printable, without_secrets
 
@@ -78,6 +78,8 @@ class FileRankLog(RankLog):
         self._lines = _LogLines(log_file(folder, rank))
         # C code writes stacks, when there may be no time left to open a file.
         self._stacks = self._lines.path.open("a", encoding="utf-8")
+        if is_cut_short(self._lines.path):
+            self._lines.add(b"\n")
 
     def write(self, kind: str, text: str) -> None:
         entry = printable(without_secrets(f"{kind} {text}")).replace("\n", "\n    ")

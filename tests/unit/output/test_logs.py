@@ -84,6 +84,18 @@ def test_each_ranks_file_has_all_lines_with_their_tracebacks(tmp_path: Path) -> 
     assert lines[-1].strip() == "ZeroDivisionError: of mine"
 
 
+@pytest.mark.parametrize("cut", [1, 30])
+def test_a_line_that_was_cut_short_does_not_hide_the_next_start(tmp_path: Path, cut: int) -> None:
+    """As after a power cut, or on a disk that was full."""
+    make_folder(tmp_path)
+    for number in range(2):
+        open_rank_log(tmp_path, 0, "here", start_text=introduction(0, 1 + number, "none", "here"))
+        file = tmp_path / "logs" / "rank-0.log"
+        if number == 0:
+            file.write_bytes(file.read_bytes()[:-cut])
+    assert read_stories(tmp_path)[0].size == 2
+
+
 def test_a_caller_that_has_set_logging_up_sees_what_it_saw_and_nothing_twice() -> None:
     theirs: list[str] = []
     handler = logging.Handler()
