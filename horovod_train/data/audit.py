@@ -151,18 +151,17 @@ class EpochAudit:
 def audit(run_dir: str) -> list[EpochAudit]:
     """Combine what every start and rank wrote. Raises UserError if that has gaps or contradicts itself."""
     folder = Path(run_dir, FOLDER)
-    starts: dict[Position, list[tuple[Start, dict[Position, list[int]]]]] = {}
+    starts: dict[Position, list[tuple[Start, dict[Position, np.ndarray]]]] = {}
     for path, position, _ in sorted(_files(folder)):
         starts.setdefault(position, []).append(_load(path))
     if not starts:
         raise UserError(f"{folder}: holds no audit. Run with data.audit: true to have one.")
     positions = sorted(starts)
-    steps: dict[Position, tuple[Start, list[int]]] = {}
+    epochs: dict[int, dict[Position, tuple[Start, np.ndarray]]] = {}
     for position, end in zip(positions, [*positions[1:], None], strict=True):
         for step, ids in _join_ranks(folder, starts[position], end):
-            steps[step] = (starts[position][0][0], ids)
-    epochs = sorted({step.epoch for step in steps})
-    return [_audit_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}) for epoch in epochs]
+            epochs.setdefault(step.epoch, {})[step] = (starts[position][0][0], ids)
+    return [_audit_epoch(epoch, steps) for epoch, steps in sorted(epochs.items())]
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
@@ -172,23 +171,23 @@ def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
             yield path, Position(int(match[1]), int(match[2])), int(match[3])
 
 
-def _load(path: Path) -> tuple[Start, dict[Position, list[int]]]:
-    steps: dict[Position, list[int]] = {}
+def _load(path: Path) -> tuple[Start, dict[Position, np.ndarray]]:
+    steps: dict[Position, np.ndarray] = {}
     try:
         lines = path.read_bytes().decode().split("\n")  # str.splitlines would split at what JSON text may hold
         start = Start(**json.loads(lines[0]))
         for line in lines[1:-1]:  # the run was killed in the last one; nothing after a checkpoint is needed
             entry = json.loads(line)
             for number, ids in enumerate(entry["ids"]):
-                steps[Position(entry["epoch"], entry["first_step"] + number)] = ids
-    except (IndexError, TypeError, KeyError, ValueError) as error:
+                steps[Position(entry["epoch"], entry["first_step"] + number)] = np.array(ids, np.int64)
+    except (IndexError, TypeError, KeyError, ValueError, OverflowError) as error:
         raise UserError(f"{path}: is not an audit file: {error}.") from error
     return start, steps
 
 
 def _join_ranks(
-    folder: Path, files: list[tuple[Start, dict[Position, list[int]]]], end: Position | None
-) -> Iterator[tuple[Position, list[int]]]:
+    folder: Path, files: list[tuple[Start, dict[Position, np.ndarray]]], end: Position | None
+) -> Iterator[tuple[Position, np.ndarray]]:
     """Yield the ids of all ranks in each step of one start, up to the step where the next one starts."""
     start = files[0][0]
     ranks = sorted(header.rank for header, _ in files)
@@ -211,17 +210,17 @@ def _join_ranks(
             raise UserError(
                 f"{folder}: {position} is missing for ranks {missing_ranks}, but the run continued after it."
             )
-        yield position, [record for ids in ids_of_ranks if ids is not None for record in ids if record != -1]
+        joined = np.concatenate([ids for ids in ids_of_ranks if ids is not None])
+        yield position, joined[joined != -1]
         is_last = position.step + 1 == start.steps_per_epoch
         position = Position(position.epoch + 1, 0) if is_last else Position(position.epoch, position.step + 1)
 
 
-def _audit_epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochAudit:
+def _audit_epoch(epoch: int, steps: dict[Position, tuple[Start, np.ndarray]]) -> EpochAudit:
     starts = [start for _, (start, _) in sorted(steps.items())]
     start = starts[-1]
     read, skipped = np.zeros((2, max(start.num_records for start in starts)), np.int64)
-    for _, numbers in steps.values():
-        ids = np.array(numbers, np.int64)
+    for _, ids in steps.values():
         np.add.at(read, ids[ids >= 0], 1)
         np.add.at(skipped, mark_skipped(ids[ids < 0]), 1)
     counts = read + skipped

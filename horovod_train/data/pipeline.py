@@ -68,7 +68,7 @@ class Pipeline(BatchSource):
 
     def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
         self._plan, self._records, self._config, self._ranks = plan, records, config, ranks
-        self._sizes: dict[int, StepSize] = {}
+        self._sizes: dict[bool, StepSize] = {}
         self.has_weights = config.weight is not None
         used = {*records.schema.inputs, *records.schema.targets}
         self._features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
@@ -109,11 +109,12 @@ class Pipeline(BatchSource):
     def size_of(self, step: int) -> StepSize:
         if self._config.on_bad_record == "skip":
             return StepSize(None, False)
-        if step not in self._sizes:  # all steps are alike but the last
+        is_last = step == self.steps_per_epoch - 1
+        if is_last not in self._sizes:  # all others are alike
             rows = int(self._plan.positions(self._ranks.rank, self._ranks.size, step, step + 1)[1].sum())
             is_full = self._plan.count(step) == self.batch_size_per_rank * self._ranks.size
-            self._sizes[step] = StepSize(rows, is_full)
-        return self._sizes[step]
+            self._sizes[is_last] = StepSize(rows, is_full)
+        return self._sizes[is_last]
 
     @property
     def bytes_to_cache(self) -> int:
@@ -406,7 +407,8 @@ class Loader:
             cached = self._is_cached(rows.records.ravel())
             blocks = np.zeros(0, np.int64) if cached else self._plan.blocks_near(*arguments)
             # A separate sequence for all ranks' records, because a sequence caches only the windows last used.
-            widths = self._plan.widths(self._sequence(epoch, "all"), first, last)
+            of_all = self._sequence(epoch, "all") if self._plan.buckets else sequence
+            widths = self._plan.widths(of_all, first, last)
             self._chunk_reads[steps] = _ChunkReads(steps, rows, blocks, widths)
             if not cached:
                 self._reader.read_ahead(np.unique(self._blocks.containing(rows.records.ravel())).tolist())

@@ -200,6 +200,15 @@ def test_memory_holds_the_windows_that_lanes_are_in(tmp_path: Path) -> None:
     assert most <= blocks_of_a_chunk < 64
 
 
+def test_an_epoch_holds_its_order_once(tmp_path: Path) -> None:
+    """Not a second time for the widths of lists that it does not have: an order may have gigabytes."""
+    made = pipeline(config(make_images(tmp_path / "train")))
+    batches(made)
+    assert len(made._loader._sequences) == 1
+    sizes = [made.size_of(step) for step in range(made.steps_per_epoch)]
+    assert len({id(size) for size in sizes}) == 2
+
+
 def test_a_bad_record_can_be_skipped_and_is_counted(tmp_path: Path) -> None:
     folder = make_images(tmp_path / "train")
     spoilt = [image_record(40), b"\xff", image_record(42), example(label=3), *map(image_record, range(44, 47))]

@@ -34,8 +34,8 @@ from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline
-from horovod_train.data.random_access.arrow import ParquetFile
-from horovod_train.data.random_access.store import ArraysParser
+from horovod_train.data.random_access.arrow import HuggingFaceFolder, ParquetFile
+from horovod_train.data.random_access.store import ArraysParser, FileStamps, Request
 from horovod_train.data.schema import parse_feature
 from horovod_train.errors import UserError
 
@@ -174,6 +174,21 @@ def test_folders_of_hugging_face_that_number_other_classes_are_refused(
     settings = load([], [*words, "data.targets=kind", "data.global_batch_size=2", "train.epochs=1"])[0]
     with pytest.raises(UserError, match=r"kind 0 is cat; in .* it is bird, so labels would stand for other classes"):
         open_outlook(settings, 1, None)
+
+
+def test_files_of_a_large_set_of_hugging_face_are_checked_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of thousands for each block: every check is a request to the file server."""
+    made = datasets.Dataset.from_dict({"x": [0.5] * 40, "y": [0] * 40})
+    made.save_to_disk(str(tmp_path / "set"), num_shards=20)
+    store = HuggingFaceFolder(str(tmp_path / "set"), Request())
+    checked: list[str] = []
+    monkeypatch.setattr(FileStamps, "check", lambda _, path: checked.append(path))
+    for _ in range(5):
+        store.read(0, 1)
+    assert len(checked) == 40
+    assert len(set(checked)) == 20
 
 
 def test_a_list_that_lacks_a_value_spoils_its_own_record_only(tmp_path: Path) -> None:
