@@ -345,7 +345,7 @@ class Supervisor:
             if verdict.follows != "again":
                 self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
                 return verdict.code
-            before, newest = newest, self._newest()
+            before, newest = newest, self._newest(newest)
             if lost:  # else no rank has trained, as while hosts do not answer
                 in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
                 has_run, in_use_since = True, math.inf
@@ -409,10 +409,14 @@ class Supervisor:
         while not self._asked_by and (left := end - time.monotonic()) > 0:
             time.sleep(min(0.1, left))
 
-    def _newest(self) -> int | None:
+    def _newest(self, known: int | None = None) -> int | None:
+        """Return the step of the newest checkpoint; `known` where the file system does not answer now."""
         if self.program.run_dir is None:
             return None
-        return next(iter(steps_in(self.program.run_dir / CHECKPOINTS)), None)
+        try:
+            return next(iter(steps_in(self.program.run_dir / CHECKPOINTS)), None)
+        except OSError:  # what has ended the ranks, often
+            return known
 
     def _say_start(self, restarts: int, newest: int | None) -> None:
         origin = "" if newest is None else f"; newest checkpoint: step {newest}"

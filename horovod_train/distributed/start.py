@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -40,6 +42,13 @@ from horovod_train.shown_text import listed
 _TIMELINE, _CYCLE = "HOROVOD_TIMELINE", "HOROVOD_CYCLE_TIME"
 _MAX_CORES = 8192
 """Linux's own limit, NR_CPUS."""
+
+_OWN_FILES = 512
+"""Open files that a rank needs beside its connections to others: of libraries, records and logs."""
+_CONNECTIONS = 4
+"""To each other rank, at most: the watch's, and those of gloo among all ranks, on the host, and across hosts."""
+
+log = logging.getLogger(__name__)
 
 _GLOO_FAILED = (
     "error: rank 0 ended while Horovod started: the ranks did not find each other over gloo; what it says is above. "
@@ -115,6 +124,7 @@ def start_process(
     )
     # Horovod and MPI read these when they initialise.
     os.environ |= {setting.name: setting.value for setting in settings}
+    _allow_open_files(started_by)
     with ExitStack() as rendezvous:
         if started_by.step is not None:  # the launcher does not bring the ranks together
             from horovod_train.distributed.launch.rendezvous import open_rendezvous
@@ -124,6 +134,21 @@ def start_process(
         _check_rank_and_size(started_by)
         host_cores = usable_cores(len(cores))
         return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all())
+
+
+def _allow_open_files(started_by: launcher.Launch) -> None:
+    """Raise the soft limit of open files, 1024 in most shells, to what the connections of all ranks need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_FILES + _CONNECTIONS * started_by.size
+    if needed <= soft or soft == resource.RLIM_INFINITY:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < _OWN_FILES + started_by.size and started_by.rank == 0:
+        log.warning(
+            f"{socket.gethostname()}: a process may open {allowed} files (ulimit -Hn); {started_by.size} ranks need "
+            f"{needed} for their connections. Raise the limit, or logs and checkpoints may fail."
+        )
 
 
 def _library(started_by: launcher.Launch) -> tuning.Library:

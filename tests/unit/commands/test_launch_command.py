@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import signal
@@ -444,3 +445,15 @@ def test_a_wait_for_hosts_is_no_start_without_progress(tmp_path: Path, monkeypat
     waiting, program = replace(PLAN, may_wait=True), Program(["x"], ["x"], tmp_path)
     assert supervise([None, None, OneStart(137, 0), None, OneStart(0, 0)], waiting, program) == 0
     assert supervise([None, OneStart(137, 0), None, OneStart(137, 0), OneStart(0, 0)], waiting, program) == 137
+
+
+def test_a_file_system_that_does_not_answer_when_ranks_have_ended_ends_no_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is often what has ended them, and is mounted again a minute later."""
+
+    def stale(_: Path) -> list[int]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("horovod_train.commands.launch.steps_in", stale)
+    assert supervise([OneStart(137, 0), OneStart(0, 0)], PLAN, Program(["x"], ["x"], tmp_path)) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ import pytest
 from horovod.common.exceptions import HorovodInternalError
 
 from horovod_train.distributed import start
+from horovod_train.distributed.launch.launcher import Launch
 from horovod_train.distributed.start import forget_timeline, timeline_environment
 from horovod_train.errors import UserError
 
@@ -111,3 +114,26 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("")
     with pytest.raises(UserError, match=r"output_dir: cannot write .*timeline: File exists"):
         timeline_environment(tmp_path, is_root=True)
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """A soft limit of 600 open files; the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("ranks", "then"), [(8, 600), (100, 912)])
+def test_a_rank_may_hold_a_connection_to_each_other(few_files: int, ranks: int, then: int) -> None:
+    start._allow_open_files(Launch("mpirun", 0, ranks))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (then, few_files)
+
+
+def test_a_hard_limit_that_is_too_low_for_the_ranks_is_said(few_files: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert few_files < 10**12
+    start._allow_open_files(Launch("mpirun", 1, 10**12))
+    assert not caplog.messages, "one rank says so"
+    start._allow_open_files(Launch("mpirun", 0, 10**12))
+    assert re.search(rf"may open {few_files} files \(ulimit -Hn\); 10+ ranks need 40+512 for", caplog.text)
