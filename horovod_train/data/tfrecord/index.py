@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ _DIGEST_BYTES = 16
 _SHORT = 1 << 14  # bytes; between longer records, only headers are read
 _CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut off at the end of the file
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
+_SAVE_EVERY_S = 300.0  # a scan of millions of files that is ended is continued from there
 _REMOTE_SCANS = 8  # remote files scanned at the same time; each keeps a few MiB in memory
 
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
@@ -146,15 +148,24 @@ def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: 
         stored, current = _load(places, names, stamps)  # another process may have scanned meanwhile
         stale = [name for name in names if name not in current]
         if stale:
-            current.update(_scan_all(stale, stamps, storage))
             listed = set(storage.names(folder)) if is_remote(folder) else None
-            entries = {
+            kept = {
                 base: entry
                 for base, entry in stored.items()
                 if (os.path.exists(os.path.join(folder, base)) if listed is None else base in listed)
             }
-            entries.update({os.path.basename(name): entry for name, entry in current.items()})
-            save_to_first(places, partial(save_entries, entries=entries))
+
+            def save() -> float:
+                entries = kept | {os.path.basename(name): entry for name, entry in current.items()}
+                save_to_first(places, partial(save_entries, entries=entries))
+                return time.monotonic()
+
+            saved_at = time.monotonic()
+            for name, entry in _scan_all(stale, stamps, storage):
+                current[name] = entry
+                if time.monotonic() - saved_at > _SAVE_EVERY_S:
+                    saved_at = save()
+            save()
     return current
 
 
@@ -175,7 +186,9 @@ def _load(places: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple
 # --- scanning ---------------------------------------------------------------------------------------------------
 
 
-def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries:
+def _scan_all(
+    names: Sequence[str], stamps: Stamps, storage: Storage
+) -> Iterator[tuple[str, tuple[ScannedFile, Extents]]]:
     size = sum(stamps[name].size for name in names if name in stamps)
     workers = min(len(names), usable_cores())
     executor: Executor
@@ -188,7 +201,7 @@ def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries
         executor = ProcessPoolExecutor(workers, mp_context=spawn) if is_worth_it else ThreadPoolExecutor(workers)
         scans = executor.map(scan, names)
     with executor:
-        return dict(zip(names, track(scans, len(names), "indexing"), strict=True))
+        yield from zip(names, track(scans, len(names), "indexing"), strict=True)
 
 
 def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,34 @@ def test_only_a_changed_file_is_scanned_again(tmp_path: Path, scanned: list[str]
     after = open_records(config(folder), "train")
     assert (before.num_records, after.num_records) == (70, 72)
     assert scanned[3:] == ["1.tfrecord"]
+
+
+@pytest.mark.parametrize(
+    ("save_every_s", "again"), [(-1.0, ["2.tfrecord"]), (300.0, ["0.tfrecord", "1.tfrecord", "2.tfrecord"])]
+)
+def test_a_long_scan_that_is_ended_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every_s: float, again: list[str]
+) -> None:
+    folder = make_images(tmp_path / "train")
+    monkeypatch.setattr(index_module, "_SAVE_EVERY_S", save_every_s)
+    names: list[str] = []
+
+    def scan_until(end: str) -> Callable[[str], Any]:
+        def scan_it(path: str) -> Any:
+            if os.path.basename(path) == end:
+                raise SystemExit(1)
+            names.append(os.path.basename(path))
+            return scan(path)
+
+        return scan_it
+
+    monkeypatch.setattr(index_module, "scan", scan_until("2.tfrecord"))
+    with pytest.raises(SystemExit):
+        open_records(config(folder), "train")
+    names.clear()
+    monkeypatch.setattr(index_module, "scan", scan_until(""))
+    assert open_records(config(folder), "train").num_records == 70
+    assert sorted(names) == again
 
 
 def test_a_file_of_the_same_size_but_another_time_is_scanned_again(tmp_path: Path) -> None:
