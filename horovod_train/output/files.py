@@ -193,7 +193,13 @@ class Lines(Appender):
         """Remove the lines that are not kept, from a file that matches `artifact`. Raises OSError."""
         if not self.path.exists():
             return
-        content = self.path.read_bytes()
-        kept = "".join(f"{line}\n" for line in lines_in(content) if is_kept(line))
-        if kept.encode() != content:
-            write_atomically(self.path, kept, artifact)
+
+        def lines() -> Iterator[tuple[bytes, bool]]:  # one at a time: a file may be larger than the memory
+            with self.path.open("rb") as file:
+                for line in file:
+                    yield line, is_kept(line.removesuffix(b"\n").decode("utf-8", errors="replace"))
+
+        if all(is_kept and line.endswith(b"\n") for line, is_kept in lines()):
+            return
+        with open_atomically(self.path, artifact, sync=True) as draft:
+            draft.writelines(line.removesuffix(b"\n") + b"\n" for line, is_kept in lines() if is_kept)

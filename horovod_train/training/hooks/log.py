@@ -84,7 +84,8 @@ class LogTraining:
         judged_steps, self._phase_steps = self._phase_steps, 0
         self._phases = np.zeros(len(MEASURED_PHASES))
         verdict = judge(seconds, run.group.name)
-        run.output.append_times(step, verdict, dict(zip(MEASURED_PHASES, seconds.T.tolist(), strict=True)))
+        of_ranks = seconds.T.round(3).tolist()  # a line for thousands of ranks, for days
+        run.output.append_times(step, verdict, dict(zip(MEASURED_PHASES, of_ranks, strict=True)))
         shares = zip(MEASURED_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
         busy = seconds[:, :-1].sum(axis=1) / judged_steps  # without the exchange, where ranks wait for each other
         figures = {f"{phase}_share": float(share) for phase, share in shares if share or phase != HOOK}

@@ -124,6 +124,21 @@ def test_a_probe_speaks_inside_the_compiled_call_only() -> None:
     assert (found.phase, found.step, found.detail) == ("exchange", 12, "inside")
 
 
+def test_a_callback_at_every_step_does_not_fill_the_log(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    now = 1000.0
+    monkeypatch.setattr("horovod_train.distributed.watchdog.heartbeat.time.monotonic", lambda: now)
+    phases: list[str] = []
+    heartbeat = Heartbeat()
+    with logs.to_file(lambda kind, text: phases.append(text)):
+        for _ in range(1200):  # two minutes
+            now += 0.1
+            heartbeat.phase("train")
+            with heartbeat.phase("hook", "calling mine"):
+                now += 0.001
+    assert phases == [*["train", "hook"] * 3, "train"]
+    assert not said
+
+
 def test_a_probe_that_fails_is_not_asked_again_and_the_main_thread_still_counts(said: list[str]) -> None:
     kinds: list[str] = []
     heartbeat = Heartbeat()
