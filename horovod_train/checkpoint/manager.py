@@ -47,6 +47,9 @@ _LINK = Artifact(
     "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
 )
 
+SLOWEST_BYTES_PER_S = 50e6
+"""A disk that takes longer for a checkpoint counts as stuck."""
+
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +65,10 @@ class Store:
     def step_under_way(self) -> int | None:
         """The step whose checkpoint is being written, if any."""
         return None
+
+    def describe_write(self) -> str:
+        """Return what is being written, for the watch; changes each second for as long as a slow disk may take."""
+        return ""
 
     given_up: str | None = None
     """Why the run must end, because no later save is likely to succeed; None if one may."""
@@ -121,7 +128,7 @@ class CheckpointStore(Store):
         self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
         self._max_failed_saves, self._failed_saves = max_failed_saves, 0
         self._writer: threading.Thread | None = None
-        self._step = 0
+        self._step = self._bytes = 0
         self._began = self._write_s = 0.0
         self._last_whole: Path | None = None
         self._has_warned_of_link = False
@@ -141,6 +148,12 @@ class CheckpointStore(Store):
     @property
     def step_under_way(self) -> int | None:
         return self._step if self._writer is not None and self._writer.is_alive() else None
+
+    def describe_write(self) -> str:
+        if self.step_under_way is None:
+            return ""
+        seconds = min(time.perf_counter() - self._began, self._bytes / SLOWEST_BYTES_PER_S)
+        return f"writing {self._bytes / 1e6:.0f} MB for {seconds:.0f} s"
 
     def check_room(self, bytes_each: int, most: int) -> None:
         if lack := lack_of_room(self.checkpoints.folder, bytes_each, most):
@@ -172,6 +185,7 @@ class CheckpointStore(Store):
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         self.wait()
         self._step, self._began = facts.step, time.perf_counter()
+        self._bytes = sum(array.nbytes for array in arrays.values())
         # A daemon: a hanging file system must not keep the process from ending. A partial save is harmless.
         self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
         self._writer.start()

@@ -29,6 +29,7 @@ from horovod_train.output.run_dir import describe_commit
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.hooks.evaluate import begin_callbacks, is_evaluated
+from horovod_train.training.hooks.save import saving
 from horovod_train.training.initial_state import (
     contents,
     finalize,
@@ -115,7 +116,10 @@ def _check_room(run: Run, first_step: int) -> None:
         return  # a run that is done must end without room too; a save at its end that fails is said then
     state, config = run.state, run.config.checkpoint
     saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
-    run.store.check_room(state.checkpoint_bytes(run.group.size), most_at_once(config, saves))
+    bytes_each = state.checkpoint_bytes(run.group.size)
+    if run.config.output_dir is not None:
+        run.stopping.expect_save(bytes_each)
+    run.store.check_room(bytes_each, most_at_once(config, saves))
 
 
 def _open_audit(run: Run) -> Audit:
@@ -290,7 +294,7 @@ def _last_save_finished(run: Run) -> Iterator[None]:
 
 def _finish(run: Run, reason: StopReason) -> int:
     """Collective: wait for the last save, write the summary, and close what other ranks and the watchdog know of."""
-    with run.group.heartbeat.phase("save"):
+    with saving(run):
         failure = run.store.wait()
     with run.group.raise_together():
         if failure:

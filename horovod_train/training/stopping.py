@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.manager import Store
+from horovod_train.checkpoint.manager import SLOWEST_BYTES_PER_S, Store
 from horovod_train.config.settings import EarlyStoppingConfig, Watched
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
@@ -115,10 +115,12 @@ class PeriodicSync:
 class Margin:
     """How long before its deadline a run stops: twice the measured time of each part of stopping.
 
-    first_save_s: time for a save if none has been measured.
+    first_save_s: the least time for a save.
     """
 
     first_save_s: float
+    expected_save_s: float = 0.0
+    """By the size of a checkpoint; 0 once a whole save has been measured."""
     save_s: float = 0.0
     """The longest time that a save blocked training, including its wait for the previous save."""
     write_s: float = 0.0
@@ -131,7 +133,7 @@ class Margin:
     """The longest call of a user's hook or callback, during which ranks do not vote."""
 
     def seconds(self) -> float:
-        saving_s = max(self.first_save_s, 2 * (self.save_s + self.write_s))
+        saving_s = max(self.first_save_s, self.expected_save_s, 2 * (self.save_s + self.write_s))
         between_votes_s = max(self.between_votes_s, SECONDS_BETWEEN_VOTES)
         return saving_s + 2 * (self.time_to_safe_step_s + self.hook_s + between_votes_s)
 
@@ -156,14 +158,22 @@ class StopCoordinator:
     ) -> None:
         self.deadline, self.lease, self.store, self._received = deadline, lease, store, received
         self.stop_file = run_dir / STOP_FILE if run_dir else None
-        left = 0.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        self.margin = Margin(min(FIRST_SAVE_S, left / 10))
+        self.margin = Margin(min(FIRST_SAVE_S, self._left_s() / 10))
         self.at_walltime: dict[str, float] = {}
         """Set when the ranks stop for the deadline: time left, time kept for stopping, and the measured times."""
         self.pace = PeriodicSync(group)
 
+    def _left_s(self) -> float:
+        return 0.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def expect_save(self, bytes_each: int) -> None:
+        """Until a save has been measured, keep what one of so many bytes may take; at most a third of the time left."""
+        self.margin.expected_save_s = min(bytes_each / SLOWEST_BYTES_PER_S, self._left_s() / 3)
+
     def note_save(self, seconds: float) -> None:
-        """Note how long a save blocked training."""
+        """Note how long a save blocked training; the save before it is whole then."""
+        if self.margin.save_s:
+            self.margin.expected_save_s = 0.0
         self.margin.save_s = max(self.margin.save_s, seconds)
 
     def note_hook(self, seconds: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from horovod_train.checkpoint.layout import Best, Facts, path_in
 from horovod_train.config.loader import as_dict
@@ -11,6 +13,14 @@ from horovod_train.distributed import consistency
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.stopping import PeriodicSync
+
+
+@contextmanager
+def saving(run: Run) -> Iterator[None]:
+    """Be in the phase "save", in which the watch sees what is being written: it may take longer than its limits."""
+    heartbeat = run.group.heartbeat
+    with heartbeat.phase("save"), heartbeat.probing(lambda: (int(run.state.step), None, run.store.describe_write())):
+        yield
 
 
 class Save:
@@ -35,7 +45,7 @@ class Save:
         if place == self._saved:
             return
         started = time.perf_counter()
-        with run.clock.stopped(), run.group.heartbeat.phase("save"):
+        with run.clock.stopped(), saving(run):
             settled = run.state.settle(run.group)
             consistency.check(run.group, settled.digests() | run.parts.callbacks.digests(), f"at step {step}")
             run.store.wait()  # it still reads the copies of the save before
@@ -52,7 +62,7 @@ class Save:
         """Save what callbacks and hooks may have changed at the end, and what could not be saved before."""
         if self._start == _place(run, step):
             return  # the run had ended before
-        with run.group.heartbeat.phase("save"):
+        with saving(run):
             has_failed = run.group.broadcast_object(run.store.wait())
         if has_failed or any(hook.at_end != "no" for hook in run.parts.users_hooks):
             self._saved = None

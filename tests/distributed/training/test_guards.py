@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,24 @@ def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_
     saved = tmp_path / "run" / "checkpoints" / "step-000000005"
     assert verify(saved).facts.step == 5
     assert f"the last good checkpoint: {saved}" in finished.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("slowest", "code"), [(1.0, 0), (50e6, 87)])
+def test_a_save_may_take_longer_than_a_stall_if_its_size_allows(
+    words: list[str], tmp_path: Path, slowest: float, code: int
+) -> None:
+    """slowest: bytes a second of a disk that still works."""
+    slow = "import time; from horovod_train.checkpoint import manager; write = manager.write"
+    patch = f"{slow}; manager.SLOWEST_BYTES_PER_S = {slowest}"
+    patch += "; manager.write = lambda *these: (time.sleep(45), write(*these))"
+    limits = ["watch.warn_after_s=2", "watch.stop_after_s=20", "watch.first_step_after_s=120"]
+    short = ["train.max_steps=3", "eval.every_epochs=null", "checkpoint.every_epochs=null"]
+    finished = unguarded(patch, "mpirun", 2, tmp_path, *words, *limits, *short)
+    assert finished.returncode == code, finished.text
+    if code:
+        assert "rank 0 " in finished.stderr
+        assert re.search(r"in save for \d+ s at step 3, writing \d+ MB", finished.stderr), finished.text
 
 
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:

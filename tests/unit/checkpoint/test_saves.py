@@ -75,6 +75,24 @@ def test_arrays_of_every_kind_are_written_without_a_change(tmp_path: Path) -> No
         assert saved[name].tobytes() == value.tobytes()
 
 
+def test_the_watch_sees_a_large_save_go_on_until_its_disk_counts_as_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, may_end = 1000.0, threading.Event()
+    monkeypatch.setattr(manager, "write", lambda *_: may_end.wait())
+    monkeypatch.setattr(manager.time, "perf_counter", lambda: now)
+    store = open_store(tmp_path, keep=1)
+    facts = Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={})
+    store.save({"model/table": np.zeros(25_000_000, np.float32)}, facts)
+    shown = []
+    for now in (1000.0, 1001.0, 1002.0, 1003.0, 1009.0):  # noqa: B007
+        shown.append(store.describe_write())
+    assert shown == [f"writing 100 MB for {seconds} s" for seconds in (0, 1, 2, 2, 2)]
+    may_end.set()
+    store.wait()
+    assert store.describe_write() == ""
+
+
 class CheckedCopies(Copies):
     """Notes whether a save is under way when the next copy is taken."""
 

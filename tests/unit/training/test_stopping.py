@@ -142,6 +142,23 @@ def test_a_margin_never_falls_below_what_was_kept_before_a_save_was_measured() -
     assert margin.seconds() > 202.0
 
 
+def test_time_is_kept_for_a_large_first_save_until_one_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that saves first at the end of its job's time loses all, at each start anew."""
+    Clock(monkeypatch).now = 100.0
+    nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
+
+    def kept(gigabytes: float, saves: int) -> float:
+        stopping = StopCoordinator(Alone(), nothing, nothing, set(), deadline=3700.0, run_dir=None)  # type: ignore[arg-type]
+        stopping.expect_save(int(gigabytes * 1e9))
+        for _ in range(saves):
+            stopping.note_save(1.0)
+        return stopping.margin.seconds()
+
+    assert [kept(0.001, 0), kept(0.001, 2)] == [62.0, 62.0]
+    assert [kept(50, 0), kept(50, 1), kept(50, 2)] == [1002.0, 1002.0, 62.0]
+    assert kept(500, 0) == 1202.0
+
+
 def test_a_target_that_was_reached_by_little_is_known_after_a_restart() -> None:
     config = EarlyStoppingConfig(metric="accuracy", mode="max", target=0.9, min_delta=0.05)
     stopping = EarlyStopping(config)
