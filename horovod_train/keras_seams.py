@@ -71,6 +71,11 @@ def set_mask(value: Any, mask: tf.Tensor | None) -> None:
         value._keras_mask = mask
 
 
+def weights_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return the weights that a built optimizer is for, of which it takes gradients in this order if none are named."""
+    return list(optimizer._trainable_variables)
+
+
 def weights_of_slots(slots: Sequence[Any], weights: Iterable[keras.Variable]) -> list[tuple[Any, Any]]:
     """Return each slot of an optimizer with the weight that Keras made it for; with None, one of no weight.
 

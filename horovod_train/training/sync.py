@@ -108,15 +108,15 @@ class SyncStrategy:
         self,
         combine: CombineList,
         local_gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
+        variables: Sequence[Any],
         step: tf.Tensor,
         is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
         """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
 
         combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
-        are None on every rank. variables: None: all that are trained, in their order. step: int64, steps done.
-        is_empty: whether no rank has a record in the step, whose gradients are not applied; None: one has.
+        are None on every rank. step: int64, steps done. is_empty: whether no rank has a record in the step, whose
+        gradients are not applied; None: one has.
         """
         return Exchanged(combine(local_gradients), local_gradients)
 
@@ -188,7 +188,7 @@ class Local(SyncStrategy):
         self,
         combine: CombineList,
         local_gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
+        variables: Sequence[Any],
         step: tf.Tensor,
         is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
@@ -282,14 +282,13 @@ class Stale(SyncStrategy):
         self,
         combine: CombineList,
         local_gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
+        variables: Sequence[Any],
         step: tf.Tensor,
         is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
-        given = self._paths if variables is None else variables
         pairs = [
             (number, place)
-            for number, (gradient, place) in enumerate(zip(local_gradients, map(self._place, given), strict=True))
+            for number, (gradient, place) in enumerate(zip(local_gradients, map(self._place, variables), strict=True))
             if gradient is not None
         ]
         for number, place in pairs:
@@ -317,9 +316,7 @@ class Stale(SyncStrategy):
         return failed
 
     def _place(self, variable: Any) -> int:
-        """Return the index of a weight, or of its path, among the pending gradients."""
-        if isinstance(variable, str):
-            return self._paths.index(variable)
+        """Return the index of a weight among the pending gradients."""
         return self._index[id(as_tf_variable(variable))]
 
     def settle(self, step: int) -> bool:

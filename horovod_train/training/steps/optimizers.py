@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.keras_seams import method_replaced
+from horovod_train.keras_seams import method_replaced, weights_of
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import SyncStrategy
@@ -103,7 +103,8 @@ class Optimizers:
             path = paths[id(optimizer)]
 
             def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-                if not gradient_values(grads):
+                gradients = list(grads)
+                if not gradient_values(gradients):
                     raise ValueError(f"{path} is applied without any gradient")
                 variables = list(trainable_variables or ())
                 if not optimizer.built:
@@ -113,6 +114,11 @@ class Optimizers:
                     _build_with_inner(optimizer, variables)
                 if path in slots and not {id(variable) for variable in variables} <= slots[path]:
                     raise ValueError(f"{path} is applied to other variables than before; build it with all of them")
+                variables = variables or weights_of(optimizer)
+                if len(gradients) != len(variables):
+                    raise ValueError(
+                        f"{path} is applied to {len(variables)} variables with gradients for {len(gradients)}"
+                    )
                 self.by_path[path] = optimizer
 
             return apply
@@ -162,7 +168,7 @@ class Update:
         self.is_empty: tf.Tensor | None = None
         """Whether the step that is being traced has no record on any rank, bool scalar; None: it has some."""
         self.variables: dict[str, list[tf.Variable]] = {}
-        """By optimizer and call: what it was given with gradients; none if it was given gradients only."""
+        """By optimizer and call: what its gradients are of."""
 
     def begin_pass(self) -> None:
         """Count anew how often each optimizer is applied: gradients of passes are added up call by call."""
@@ -179,10 +185,11 @@ class Update:
 
     def apply(self, path: str, optimizer: Any, local_gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """In the compiled step: take the gradients that a model gives one of its optimizers."""
+        variables = weights_of(optimizer) if variables is None else variables
         gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
         self._calls[path] += 1
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
-        self.variables[key] = [as_tf_variable(variable) for variable in variables or ()]
+        self.variables[key] = [as_tf_variable(variable) for variable in variables]
         if self.collected is not None:
             self.collected[key] = gradients
             return
@@ -199,9 +206,7 @@ class Update:
                 self._apply_combined(optimizer, combined, variables)
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
 
-    def _exchange(
-        self, path: str, gradients: list[Any], variables: Sequence[Any] | None
-    ) -> tuple[list[Any], Sequence[Any]]:
+    def _exchange(self, path: str, gradients: list[Any], variables: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
         """Collective: return the gradients to apply, and this rank's part of them."""
         combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
         if self.is_alone:
@@ -242,7 +247,7 @@ class Update:
         failed.assign(tf.logical_or(before, is_bad))
 
     def _apply_if_finite(
-        self, optimizer: Any, gradients: list[Any], local: Sequence[Any], variables: Sequence[Any] | None
+        self, optimizer: Any, gradients: list[Any], local: Sequence[Any], variables: Sequence[Any]
     ) -> None:
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
         scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -264,7 +269,7 @@ class Update:
             is_good = tf.logical_or(self.is_empty, is_good)
         failed.assign(tf.cond(is_good, update, skip))
 
-    def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: Sequence[Any] | None) -> None:
+    def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Apply gradients, unless they are of no record: momentum and decay would move weights by gradients of 0."""
         if self.is_empty is None:
             optimizer.apply_combined(gradients, variables)

@@ -36,6 +36,14 @@ def test_the_axis_of_classes_is_that_of_the_loss() -> None:
     assert keras_seams.class_axis("mse") == -1
 
 
+def test_weights_of_an_optimizer_are_those_it_was_built_for() -> None:
+    """_trainable_variables."""
+    weights = compiled().trainable_variables[::-1]
+    for optimizer in (keras.optimizers.SGD(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+        optimizer.build(weights)
+        assert [id(each) for each in keras_seams.weights_of(optimizer)] == [id(each) for each in weights]
+
+
 def test_compile_arguments_are_the_objects_that_compile_was_given() -> None:
     """_compile_config, and its config."""
     loss, metric, users = keras.losses.Huber(), keras.metrics.AUC(), lambda y_true, y_pred: y_true - y_pred
@@ -250,7 +258,7 @@ def test_every_private_name_of_the_module_is_in_a_test_here() -> None:
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     used = {name for name in names if PRIVATE.fullmatch(name)}
     of_keras = {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask", "_fn_kwargs"}
-    assert used == of_keras | {"_inputs", "_deterministic"}
+    assert used == of_keras | {"_trainable_variables"} | {"_inputs", "_deterministic"}
     tested = Path(__file__).read_text()
     assert all(tested.count(name) > 1 for name in used)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
@@ -538,6 +539,40 @@ def test_histograms_leave_all_that_a_step_assigns_as_it_was(
     assert {model.teacher.path, model.steps.path} <= moved
 
 
+class OneByOne(Own):
+    """Gives each of two optimizers the gradient of its own weight, and does not say which that is."""
+
+    def compile(self, *args: Any, **more: Any) -> None:
+        super().compile(*args, **more)
+        self.second = keras.optimizers.SGD(0.5)
+        self.optimizer.build([self.dense.bias])
+        self.second.build([self.dense.kernel])
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        of_kernel, of_bias = tape.gradient(loss, [self.dense.kernel, self.dense.bias])
+        self.second.apply([of_kernel])
+        self.optimizer.apply([of_bias])
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("synchronization", ["every_step", "stale"])
+def test_gradients_without_variables_are_of_those_that_the_optimizer_is_built_for(
+    batches: Pipeline, stepping: Callable[..., TrainStep], synchronization: str
+) -> None:
+    model = made(OneByOne())
+    step = stepping(batches, model, train={"synchronization": synchronization})
+    before = [variable.numpy() for variable in model.trainable_variables]
+    read = batches.scaled(next(batches.batches(0, epochs=1)))
+    shown = Summaries(step, lambda: read, batches.size_of(0), {}).compute()
+    gradients = [tf.reshape(shown[f"gradients/{weight.path}"], weight.shape) for weight in model.trainable_variables]
+    for number in range(1 + step.state.synchronization.delay):
+        step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(number))
+    for weight, old, gradient, rate in zip(model.trainable_variables, before, gradients, (0.5, 0.25), strict=True):
+        np.testing.assert_allclose(weight.numpy(), old - rate * gradient.numpy(), atol=1e-6)
+
+
 ACCEPTED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "accumulating": (lambda: made(), {"train": {"accumulate_steps": 2}}),
     "l2": (lambda: made(Own(before=lambda model: sum(model.losses))), {"train": {"l2": 0.1}}),
@@ -588,6 +623,11 @@ def _applies_another(model: Own) -> Any:
     return 0.0
 
 
+def _gives_too_few(model: Own) -> float:
+    model.optimizer.apply([ops.zeros(10)], [model.dense.bias, model.dense.kernel])
+    return 0.0
+
+
 class Applying(Own):
     """Applies nothing."""
 
@@ -614,6 +654,11 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(_with_two(Own(), scaled=True)),
         {"train": {"synchronization": "stale"}},
         "train.synchronization: an optimizer scales the loss, which needs every_step; received stale.",
+    ),
+    "fewer gradients than variables": (
+        lambda: made(Own(before=_gives_too_few)),
+        {},
+        "optimizer is applied to 2 variables with gradients for 1",
     ),
     "a loss that nothing computes": (
         made,

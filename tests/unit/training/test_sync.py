@@ -31,7 +31,7 @@ def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
     with pytest.raises(
         UserError, match=r"horovod.sparse_as_dense: must be true with .* the gradient of words/embeddings"
     ):
-        stale.exchange(list, gradients, None, tf.constant(0))
+        stale.exchange(list, gradients, model.trainable_variables, tf.constant(0))
 
 
 def doubled(gradients: Sequence[Any]) -> list[Any]:
@@ -63,11 +63,11 @@ def test_gradients_wait_a_step_each_in_the_place_of_its_variable(model: keras.Mo
 def test_settled_gradients_are_combined_once(model: keras.Model) -> None:
     stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
     gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
-    stale.exchange(doubled, gradients, None, tf.constant(0, tf.int64))
+    stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(0, tf.int64))
     assert stale.settle(1)
     assert not stale.settle(1)
     assert {float(value) for pending in stale.pending for value in pending.numpy().ravel()} == {2.0}
-    now = stale.exchange(doubled, gradients, None, tf.constant(1, tf.int64))
+    now = stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(1, tf.int64))
     assert now.gradients[0].numpy().tolist() == [[2.0], [2.0]]
 
 
@@ -79,23 +79,23 @@ def test_what_waits_at_a_step_without_records_is_applied_after_it_combined_once(
     gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
     for step, is_empty in enumerate((False, True, True)):
         given = [tf.zeros_like(gradient) for gradient in gradients] if is_empty else gradients
-        stale.exchange(doubled, given, None, tf.constant(step, tf.int64), tf.constant(is_empty))
+        stale.exchange(doubled, given, model.trainable_variables, tf.constant(step, tf.int64), tf.constant(is_empty))
         stale.end_step(tf.constant(False), tf.constant(step + 1, tf.int64), tf.constant(is_empty))
         if settled and step == 1:
             assert stale.settle(step + 1)
-    now = stale.exchange(doubled, gradients, None, tf.constant(3, tf.int64), tf.constant(False))
+    now = stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(3, tf.int64), tf.constant(False))
     assert {float(value) for gradient in now.gradients for value in gradient.numpy().ravel()} == {2.0}
 
 
 def test_in_every_step_what_is_applied_is_what_the_exchange_gives() -> None:
-    now = EveryStep().exchange(doubled, [tf.constant(3.0), None], None, tf.constant(0, tf.int64))
+    now = EveryStep().exchange(doubled, [tf.constant(3.0), None], [], tf.constant(0, tf.int64))
     assert (float(now.gradients[0]), now.gradients[1], float(now.local[0])) == (6.0, None, 3.0)
 
 
 def test_local_steps_apply_this_ranks_gradients_with_each_row_once(model: keras.Model) -> None:
     local = Local(SyncParts(TrainConfig(synchronization="local", average_every_steps=4), ALONE, model, doubled))
     rows = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([1, 0, 1]), tf.constant([3, 1]))
-    now = local.exchange(doubled, [rows, tf.constant(3.0)], None, tf.constant(0, tf.int64))
+    now = local.exchange(doubled, [rows, tf.constant(3.0)], [], tf.constant(0, tf.int64))
     assert tf.convert_to_tensor(now.gradients[0]).numpy().ravel().tolist() == [2.0, 5.0, 0.0]
     assert len(now.gradients[0].indices) == 2
     assert float(now.gradients[1]) == 3.0
