@@ -386,7 +386,27 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
             "train.synchronization: an optimizer scales the loss, which needs every_step; received "
             f"{config.train.synchronization}."
         )
+    if config.train.synchronization == "stale":
+        _check_can_wait(model, optimizers.updated)
     _check_averages_are_read(optimizers, compiled.slots)
+
+
+def _check_can_wait(model: keras.Model, updated: Sequence[Any]) -> None:
+    """Raise UserError if not each of the weights that a step updates has one gradient in it, which waits in its place.
+
+    updated: what optimizers are given gradients of, call by call.
+    """
+    trained = {id(as_tf_variable(weight)) for weight in model.trainable_variables}
+    seen: set[int] = set()
+    for weight in updated:
+        number = id(as_tf_variable(weight))
+        if number in seen or number not in trained:
+            how = "more than once" if number in seen else "though it is not trained"
+            raise UserError(
+                "train.synchronization: stale has one gradient of each trained weight wait for a step; train_step "
+                f"updates {weight.path} {how}. Write synchronization: every_step or local."
+            )
+        seen.add(number)
 
 
 def _check_is_reduced(model: keras.Model, shape: Sequence[Any]) -> None:

@@ -62,6 +62,8 @@ class Optimizers:
         self.by_attribute, self.are_kept_by_the_model = optimizers, are_kept_by_the_model
         self.by_path: dict[str, keras.optimizers.Optimizer] = {}
         """Those that the step applies, known after `only_noted`."""
+        self.updated: list[Any] = []
+        """What they are given gradients of in a step, call by call; known after `only_noted` too."""
         self.failed, self.is_cause = (tf.Variable(False, trainable=False) for _ in range(2))
         """bool: whether combined gradients of the step were not finite; whether because of this rank's."""
 
@@ -98,6 +100,7 @@ class Optimizers:
         """Inside the block, `apply` only builds an optimizer and notes that it is applied. It may raise ValueError."""
         paths = {id(optimizer): path for path, optimizer in self.by_attribute.items()}
         slots: dict[str, set[int]] = {}
+        self.updated.clear()  # a step may be tried twice
 
         def noting(optimizer: keras.optimizers.Optimizer, _: Callable[..., Any]) -> Callable[..., None]:
             path = paths[id(optimizer)]
@@ -120,6 +123,7 @@ class Optimizers:
                         f"{path} is applied to {len(variables)} variables with gradients for {len(gradients)}"
                     )
                 self.by_path[path] = optimizer
+                self.updated += [each for each, of in zip(variables, gradients, strict=True) if of is not None]
 
             return apply
 

@@ -628,6 +628,15 @@ def _gives_too_few(model: Own) -> float:
     return 0.0
 
 
+def _with_frozen() -> Own:
+    """Applies its second optimizer to a weight that is not trained."""
+    model = Own()
+    model.second = keras.optimizers.SGD()
+    frozen = model.frozen = model.add_weight(shape=(), name="frozen", trainable=False)
+    model.before = lambda model: model.second.apply([ops.ones(())], [frozen]) or 0.0
+    return model
+
+
 class Applying(Own):
     """Applies nothing."""
 
@@ -654,6 +663,16 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(_with_two(Own(), scaled=True)),
         {"train": {"synchronization": "stale"}},
         "train.synchronization: an optimizer scales the loss, which needs every_step; received stale.",
+    ),
+    "a weight that is updated twice in stale steps": (
+        lambda: made(_with_two(Own())),
+        {"train": {"synchronization": "stale"}},
+        "/bias more than once. Write synchronization: every_step or local.",
+    ),
+    "a weight that is not trained in stale steps": (
+        lambda: made(_with_frozen()),
+        {"train": {"synchronization": "stale"}},
+        "/frozen though it is not trained. Write synchronization: every_step or local.",
     ),
     "fewer gradients than variables": (
         lambda: made(Own(before=_gives_too_few)),
