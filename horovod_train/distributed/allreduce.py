@@ -6,9 +6,13 @@ number of bytes: 2 (n - 1) / n of the tensor for each of n ranks.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import horovod.tensorflow as hvd
@@ -17,6 +21,8 @@ import tensorflow as tf
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 
+Collective = TypeVar("Collective", bound=Callable[..., Any])
+_graph_of_step: ContextVar[Any] = ContextVar("graph_of_step", default=None)
 _name_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How often each name has been used for an exchange in a graph."""
 
@@ -39,6 +45,37 @@ def exchange_name(name: str) -> str:
     counts = _name_counts.setdefault(graph, Counter())
     counts[name] += 1
     return name if counts[name] == 1 else f"{name}.{counts[name]}"
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Inside the block, a step of the trainer is traced in the present graph, for named_by_call."""
+    token = _graph_of_step.set(tf.compat.v1.get_default_graph())
+    try:
+        yield
+    finally:
+        _graph_of_step.reset(token)
+
+
+def named_by_call(collective: Collective) -> Collective:
+    """Return a collective of Horovod that a step of the trainer names by the number of its call.
+
+    Horovod names it after tensors and scopes. Those differ between ranks where one has fewer records in a step, or
+    none, and ranks would wait for each other's names forever. Elsewhere it is what it was; so it is in a function
+    inside the step, of which two calls may be under way.
+    """
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        graph = _graph_of_step.get()
+        if graph is None or graph is not tf.compat.v1.get_default_graph():
+            return collective(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        name = exchange_name(given.get("name") or f"step.{collective.__name__}")
+        return collective(**{**given, "name": name, "ignore_name_scope": True})
+
+    return call  # type: ignore[return-value]
 
 
 def _is_compiled_by_xla(graph: Any) -> bool:

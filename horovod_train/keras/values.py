@@ -13,8 +13,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+import horovod_train.tensorflow as collectives
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import DistributedOptimizer
 
 
 def allreduce(
@@ -33,7 +33,7 @@ def allreduce(
     if average is not None and op is not None:
         raise UserError("hvd.allreduce: give op or average, not both.")
     op = op if op is not None else hvd.Sum if average is False else hvd.Average
-    return hvd.allreduce(
+    return collectives.allreduce(
         tf.convert_to_tensor(value),
         op=op,
         name=name,
@@ -45,17 +45,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
     """Collective: return all values, by rank, along the first axis, whose length may differ by rank."""
-    return hvd.allgather(tf.convert_to_tensor(value), name=name)
+    return collectives.allgather(tf.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """Collective: return root_rank's value. value: the same shape on every rank."""
-    return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+    return collectives.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = hvd.Average) -> tf.Tensor:
     """Collective: return this rank's part, along the first axis, of the value combined over all ranks."""
-    return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
+    return collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
 
 
 def load_model(
@@ -77,7 +77,7 @@ def load_model(
     optimizer_classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**optimizer_classes, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None:
-        distributed: Any = DistributedOptimizer(model.optimizer, compression=compression)
+        distributed: Any = collectives.DistributedOptimizer(model.optimizer, compression=compression)
         if distributed is not model.optimizer:  # under mixed_float16, of a model compiled without a loss scale
             model.optimizer = distributed
     return model

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import horovod.tensorflow as _horovod
 from horovod.tensorflow import (
     Adasum as Adasum,
     Average as Average,
@@ -19,11 +20,7 @@ from horovod.tensorflow import (
     ProcessSet as ProcessSet,
     Product as Product,
     Sum as Sum,
-    allgather as allgather,
     allgather_object as allgather_object,
-    allreduce as allreduce,
-    alltoall as alltoall,
-    broadcast as broadcast,
     broadcast_ as broadcast_,
     broadcast_object as broadcast_object,
     ccl_built as ccl_built,
@@ -34,8 +31,6 @@ from horovod.tensorflow import (
     global_process_set as global_process_set,
     gloo_built as gloo_built,
     gloo_enabled as gloo_enabled,
-    grouped_allgather as grouped_allgather,
-    grouped_allreduce as grouped_allreduce,
     grouped_reducescatter as grouped_reducescatter,
     is_homogeneous as is_homogeneous,
     is_initialized as is_initialized,
@@ -50,7 +45,6 @@ from horovod.tensorflow import (
     process_set_included_op as process_set_included_op,
     rank as rank,
     rank_op as rank_op,
-    reducescatter as reducescatter,
     rocm_built as rocm_built,
     size as size,
     size_op as size_op,
@@ -58,6 +52,7 @@ from horovod.tensorflow import (
     stop_timeline as stop_timeline,
 )
 
+from horovod_train.distributed.allreduce import named_by_call
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm as synchronise_batch_norm
 from horovod_train.tensorflow import elastic as elastic
 from horovod_train.tensorflow.broadcasting import (
@@ -81,6 +76,14 @@ from horovod_train.tensorflow.gradients import (
     PartialDistributedOptimizer as PartialDistributedOptimizer,
 )
 from horovod_train.tensorflow.sharding import shard as shard
+
+allgather = named_by_call(_horovod.allgather)
+allreduce = named_by_call(_horovod.allreduce)
+alltoall = named_by_call(_horovod.alltoall)
+broadcast = named_by_call(_horovod.broadcast)
+grouped_allgather = named_by_call(_horovod.grouped_allgather)
+grouped_allreduce = named_by_call(_horovod.grouped_allreduce)
+reducescatter = named_by_call(_horovod.reducescatter)
 
 REPLACEMENTS = {
     "BroadcastGlobalVariablesHook": "Estimators are TensorFlow 1: use model.fit and "

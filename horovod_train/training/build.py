@@ -248,6 +248,7 @@ def build_training(
     penalties = add_l2(model, config.train.l2)
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
+    _check_exchanges(tried, train, group, "train_step")
     _check_l2_is_read(penalties, compiled)
     shares = _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
@@ -322,6 +323,7 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
     tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
     check_variables(tried.assigns, known, "test_step changes", "model.name")
+    _check_exchanges(tried, pipeline, group, "test_step")
     for key in ("metrics", "weighted_metrics"):
         if not tried.calls_compute_metrics and lookup(config, key) != lookup(Config(), key):
             raise UserError(
@@ -389,6 +391,20 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
     if config.train.synchronization == "stale":
         _check_can_wait(model, optimizers.updated)
     _check_averages_are_read(optimizers, compiled.slots)
+
+
+def _check_exchanges(tried: Tried, source: BatchSource, group: WorkerGroup, method: str) -> None:
+    """Raise UserError for an exchange of the step in which ranks would not find each other in a short step.
+
+    Their graphs differ there: see named_by_call.
+    """
+    last = source.size_of(source.steps_per_epoch - 1)
+    if tried.named_by_graph and group.size > 1 and last.rows is not None and not last.is_full:
+        raise UserError(
+            f"model.name: {method} calls {tried.named_by_graph[0]} by a name that differs between ranks in the last "
+            "step of an epoch, which has fewer records. Call the function of horovod_train.tensorflow, outside of "
+            "branches, loops and tf.function; or write data.drop_remainder: true."
+        )
 
 
 def _check_can_wait(model: keras.Model, updated: Sequence[Any]) -> None:

@@ -164,7 +164,7 @@ def draw_step(
     return fold(
         show_branches(traced.graph.as_graph_def()),
         variables=_variables(train_step, traced),
-        names={"rank": f"rank_{rank}"} | dict(names),
+        names={"rank": f"rank_{rank}", "train_step": None} | dict(names),
         layers={model.name, *(layer.name for layer in model.layers)},
     )
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.data.counter_rng import mix
+from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
@@ -180,7 +181,6 @@ class TrainStep:
         counting = [enter("exchange", after=batch)] if self._counts else []
         with tf.control_dependencies(counting):
             total = self.rows.total(batch, "step.count")
-        # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"):
             parts = parts_of(batch, total, size, self.accumulate_steps, self.rows.group.size)
             totals = self._total_divisors(parts)
@@ -215,14 +215,15 @@ class TrainStep:
         """Run the passes of a step; the last one applies. Return this rank's part of the mean loss times the ranks."""
         earlier: dict[str, list[Any]] = {}
         loss: tf.Tensor | None = None
+        result: PassResult | None = None
         for part in parts[:-1]:
-            result = self._collect(_after(earlier, part), totals)
+            result = self._collect(_after((earlier, result), part), totals)
             for path, gradients in result.gradients.items():
                 earlier[path] = add_lists(earlier.get(path), gradients)
             self.figures.add(result.logs, part.count)
             loss = result.add_loss(loss)
         self.update.earlier = earlier
-        result = self._apply(_after(earlier, parts[-1]), totals)
+        result = self._apply(_after((earlier, result), parts[-1]), totals)
         self.update.earlier = {}
         self.figures.add(result.logs, parts[-1].count)
         return result.add_loss(loss)
@@ -238,7 +239,11 @@ class TrainStep:
             self._noting_losses() as losses,
         ):
             train_step = self._train_step_by_xla if self.jit_compile else self._model.train_step
-            logs = train_step(self.rows.data_of(part.batch))
+            data = self.rows.data_of(part.batch)
+            # In a scope of its own, by which tensors have the same names on all ranks: Horovod makes names of exchanges
+            # of those, and names the gradient of one like that in any case.
+            with tf.name_scope("train_step"), in_step():
+                logs = train_step(data)
         loss = tf.cast(losses[-1], tf.float32) if losses else None
         if loss is not None and part.share is not None:
             loss = tf.math.multiply_no_nan(loss, part.share)
@@ -442,7 +447,9 @@ class EvalStep:
                 self.shares.of_pass(part.share),
                 losses_weighed(self.model, part.count),
             ):
-                logs = self.model.test_step(self.rows.data_of(part.batch))
+                data = self.rows.data_of(part.batch)
+                with tf.name_scope("test_step"), in_step():
+                    logs = self.model.test_step(data)
             with self.shares.of_pass(part.share):
                 self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
             self.metrics.add(logs, part.count)
@@ -463,9 +470,12 @@ def _any(*conditions: tf.Tensor | None) -> tf.Tensor | None:
     return tf.reduce_any(tf.stack(given)) if given else None
 
 
-def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:
-    """Return a part that is computed after some gradients: to bound memory, and because passes exchange by one name."""
-    tensors = [tensor for tensor in tf.nest.flatten(gradients, expand_composites=True) if tensor is not None]
+def _after(results: Any, part: Part) -> Part:
+    """Return a part that is computed after the results of passes: to bound memory, and as passes exchange by one name.
+
+    results: any structure with tensors.
+    """
+    tensors = [tensor for tensor in tf.nest.flatten(results, expand_composites=True) if tf.is_tensor(tensor)]
     if not tensors:
         return part
     # A dependency on the call of a function, whose results they may be, would not wait for results, only for effects.

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
 from horovod_train.data.batch_source import Batch
+from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.keras_seams import method_replaced
@@ -53,6 +54,8 @@ class Tried:
     calls_compute_metrics: bool
     shape_of_losses: list[Any] | None = None
     """The shape of what `compute_loss` returned, if that is not one number."""
+    named_by_graph: Sequence[str] = ()
+    """Operations of Horovod in it that have names by which ranks with other graphs do not find each other."""
 
 
 def try_step(
@@ -81,7 +84,9 @@ def try_step(
             _refusing_pairs(metrics_in(model)),
             _noting(model, "compute_metrics", "metrics", figures.append),
         ):
-            logs = getattr(model, method)(data_of(records))
+            data = data_of(records)
+            with in_step():
+                logs = getattr(model, method)(data)
             _check_logs(logs, method, where)
             trials[:] = [sources_of(logs, source_of)]
 
@@ -112,7 +117,13 @@ def try_step(
         bool(losses),
         bool(figures),
         list(several[0].shape) if several else None,
+        sorted({node.op for node in nodes if _is_named_by_scope(node)}),
     )
+
+
+def _is_named_by_scope(node: Any) -> bool:
+    """Return whether a node is an exchange of Horovod that finds those of other ranks by its whole name."""
+    return "ignore_name_scope" in node.attr and not node.attr["ignore_name_scope"].b
 
 
 def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import horovod.tensorflow
 import keras
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from keras import layers, ops
 from made_records import config as data_config
 from made_records import make_images, pipeline
 
+import horovod_train.tensorflow as hvd
+from horovod_train.commands.plan_model import horovod_alone
 from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import Batch, StepSize
@@ -537,6 +541,72 @@ def test_histograms_leave_all_that_a_step_assigns_as_it_was(
     step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
     moved = {variable.path for variable, old, new in zip(variables, before, values(), strict=True) if old != new}
     assert {model.teacher.path, model.steps.path} <= moved
+
+
+class Gathering(Own):
+    """Its loss is over the records of all ranks."""
+
+    def loss_of(self, data: Any) -> Any:
+        rows = hvd.allgather(ops.cast(super().call(data[0]), "float16"))
+        return ops.cast(ops.mean(rows * hvd.allreduce(rows + 1, name="rows")), "float32")
+
+    def test_step(self, data: Any) -> Any:
+        return {"loss": self.loss_of(data)}
+
+
+def exchanges(step: Any, source: Pipeline, number: int) -> list[str]:
+    """The names by which a rank exchanges in a step of the epoch; with their scopes, where those count."""
+    run = tf.function(lambda cursor: step._run_steps(cursor, tf.constant(1), source.size_of(number)), autograph=False)
+    definition = run.get_concrete_function(source.batches(0, epochs=1)._spec).graph.as_graph_def()
+    nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
+    of_horovod = [node for node in nodes if "ignore_name_scope" in node.attr]
+    return sorted(
+        node.name.rpartition("/")[2] if node.attr["ignore_name_scope"].b else node.name for node in of_horovod
+    )
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_collectives_in_a_step_have_names_that_do_not_depend_on_the_ranks_records(
+    tmp_path: Path, accumulate_steps: int
+) -> None:
+    """In the last step the first rank has a record and the second has none."""
+    names = []
+    data = data_config(make_images(tmp_path / "train", (65,)))
+    with horovod_alone():
+        for rank in range(2):
+            source = pipeline(data, rank, 2, batch=16)
+            config = build(Config, {"model": "users:model", "train": {"accumulate_steps": accumulate_steps}}, "")
+            model, group = made(Gathering()), replace(ALONE, rank=rank)
+            steps = [
+                build_training(config, group, compile_model(config, model, Horizon(16, 5, 10)), source, {}),
+                build_evaluation(config, group, compile_model(config, model, None), source),
+            ]
+            names.append([exchanges(step, source, source.steps_per_epoch - 1) for step in steps])
+    of_first, of_second = names
+    assert of_first == of_second
+    assert all("/" not in name for names_of_step in of_first for name in names_of_step)
+    # Both of a pass, and their gradients, two of allgather; all passes but the last are one function.
+    assert [*map(len, of_first)] == [5 * accumulate_steps, 2]
+
+
+BY_GRAPH: dict[str, Callable[[], Any]] = {
+    "of Horovod": lambda: horovod.tensorflow.allgather(tf.zeros(1)),
+    "in a function": lambda: tf.function(lambda: hvd.allgather(tf.zeros(1)), autograph=False)(),
+}
+
+
+@pytest.mark.parametrize("name", BY_GRAPH)
+def test_a_collective_with_a_name_of_its_graph_is_one_line_where_a_step_is_short(tmp_path: Path, name: str) -> None:
+    def model() -> Own:
+        return made(Own(before=lambda model: tf.reduce_sum(BY_GRAPH[name]())))
+
+    make_images(tmp_path / "train")
+    with pytest.raises(UserError) as error:
+        train(pipeline(data_config(tmp_path / "train"), 0, 2, batch=16), model())
+    assert "model.name: train_step calls HorovodAllgather by a name that differs between ranks" in str(error.value)
+    assert "\n" not in str(error.value)
+    whole = pipeline(data_config(tmp_path / "train", drop_remainder=True), 0, 2, batch=16)
+    assert train(whole, model()).update.optimizers.by_path
 
 
 class OneByOne(Own):
