@@ -249,6 +249,7 @@ def build_training(
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
     _check_exchanges(tried, train, group, "train_step")
+    _check_added_losses(tried, compiled)
     _check_l2_is_read(penalties, compiled)
     shares = _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
@@ -324,6 +325,7 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
     check_variables(tried.assigns, known, "test_step changes", "model.name")
     _check_exchanges(tried, pipeline, group, "test_step")
+    _check_added_losses(tried, compiled)
     for key in ("metrics", "weighted_metrics"):
         if not tried.calls_compute_metrics and lookup(config, key) != lookup(Config(), key):
             raise UserError(
@@ -439,6 +441,16 @@ def _check_is_reduced(model: keras.Model, shape: Sequence[Any]) -> None:
     else:
         lead, advice = "the model's compute_loss gives", "Return their sum or their mean"
     raise UserError(f"loss: {lead} numbers of shape {list(shape)}, which fit adds up; expected one number. {advice}.")
+
+
+def _check_added_losses(tried: Tried, compiled: Compiled) -> None:
+    """Raise UserError for an `add_loss` of several numbers, if Keras' compute_loss adds them up."""
+    if tried.added_losses and tried.calls_compute_loss and "compute_loss" not in compiled.own:
+        name, shape = next(iter(tried.added_losses.items()))
+        raise UserError(
+            f"loss: add_loss of {name} gives numbers of shape {shape}, which fit adds up; expected one number. Give it "
+            "their mean, or their sum if they are not of records."
+        )
 
 
 def _check_averages_are_read(optimizers: Optimizers, slots: AverageSlots | None) -> None:

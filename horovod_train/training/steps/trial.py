@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from horovod_train.config.registry import raised_at
 from horovod_train.data.batch_source import Batch
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
+from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.keras_seams import method_replaced
 from horovod_train.output.metrics import ABOUT
@@ -54,6 +55,8 @@ class Tried:
     calls_compute_metrics: bool
     shape_of_losses: list[Any] | None = None
     """The shape of what `compute_loss` returned, if that is not one number."""
+    added_losses: Mapping[str, list[Any]] = field(default_factory=dict)
+    """The shapes of what `add_loss` was given that is not one number, by the name of the layer."""
     named_by_graph: Sequence[str] = ()
     """Operations of Horovod in it that have names by which ranks with other graphs do not find each other."""
 
@@ -75,6 +78,7 @@ def try_step(
     losses: list[Any] = []
     several: list[Any] = []
     figures: list[Any] = []
+    added: dict[str, list[Any]] = {}
 
     def trace(records: Any) -> None:
         with (
@@ -83,6 +87,7 @@ def try_step(
             noting_loss(model, losses.append, several.append),
             _refusing_pairs(metrics_in(model)),
             _noting(model, "compute_metrics", "metrics", figures.append),
+            _noting_added_losses(model, added),
         ):
             data = data_of(records)
             with in_step():
@@ -117,6 +122,7 @@ def try_step(
         bool(losses),
         bool(figures),
         list(several[0].shape) if several else None,
+        added,
         sorted({node.op for node in nodes if _is_named_by_scope(node)}),
     )
 
@@ -193,6 +199,21 @@ def _noting(model: keras.Model, method: str, scope: str, note: Callable[[Any], N
         return compute_and_note
 
     return method_replaced([model], method, noting)
+
+
+def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> AbstractContextManager[None]:
+    """Inside the block, put the shape of each loss that a layer adds, and that is not one number, into the dict."""
+
+    def noting(layer: keras.Layer, add_loss: Callable[[Any], None]) -> Callable[[Any], None]:
+        def add_and_note(loss: Any) -> None:
+            add_loss(loss)
+            for each in keras.tree.flatten(loss):
+                if {*each.shape} - {1}:
+                    shapes[layer.name] = list(each.shape)
+
+        return add_and_note
+
+    return method_replaced(layers_inside(model), "add_loss", noting)
 
 
 def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextManager[None]:

@@ -385,6 +385,47 @@ def test_a_train_step_may_average_what_compute_loss_gives_for_each_record(batche
     assert train(batches, averaging(Values(False))).update.optimizers.by_path
 
 
+class Adding(layers.Layer):
+    """Adds what a function of its inputs gives to the loss, in training."""
+
+    def __init__(self, penalty: Callable[[Any], Any]) -> None:
+        super().__init__(name="adding")
+        self.penalty = penalty
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.add_loss(self.penalty(inputs))
+        return inputs
+
+
+def test_an_added_loss_of_each_record_is_one_line(batches: Pipeline) -> None:
+    """`fit` adds them up, over the records of all; the mean over ranks of such sums is another penalty."""
+    of_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with pytest.raises(UserError) as error:
+        train(batches, compiled(of_loss, Adding(lambda outputs: ops.mean(ops.square(outputs), axis=-1))))
+    assert "loss: add_loss of adding gives numbers of shape [8], which fit adds up; expected one" in str(error.value)
+    assert "\n" not in str(error.value)
+    for keepdims in (False, True):
+        one_number = Adding(lambda outputs, keepdims=keepdims: ops.mean(outputs, keepdims=keepdims))
+        assert train(batches, compiled(of_loss, one_number)).state.knows_loss
+
+
+class Added(Own):
+    """Takes the mean of what it adds."""
+
+    def __init__(self) -> None:
+        super().__init__(before=lambda model: ops.mean(model.losses[0]))
+
+    def call(self, image: Any) -> Any:
+        outputs = super().call(image)
+        self.add_loss(ops.mean(ops.square(outputs), axis=-1))
+        return outputs
+
+
+def test_a_step_that_computes_its_loss_itself_may_add_a_loss_of_each_record(batches: Pipeline) -> None:
+    assert train(batches, made(Added())).update.optimizers.by_path
+
+
 def test_l2_is_added_to_the_regularizer_of_matrices_only(batches: Pipeline) -> None:
     """½ λ Σ W², as tf.nn.l2_loss; and to what a matrix has."""
     model = compiled("sparse_categorical_crossentropy")
