@@ -299,6 +299,7 @@ def build_training(
         phase_variable=phase_variable,
         accumulate_steps=config.train.accumulate_steps,
         counts_ahead=needs_divisors and "train_step" not in compiled.own,
+        losses_inside=bool(_held_losses(model)),
         jit_compile=config.jit_compile,
         labels=compiled.label_counts([*targets] if isinstance(targets, dict) else [""]),
         assigned=tried.assigns,
@@ -480,18 +481,24 @@ def _check_loss_is_known(compiled: Compiled) -> None:
         )
 
 
-def _losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Return the losses that a model was compiled with and those that it and its layers hold."""
-    held = [
+def _held_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the losses that a model and its layers hold, besides those of `compile`."""
+    given = {id(loss) for loss in parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)}
+    return [
         loss
         for layer in layers_inside(model)
         for name, value in vars(layer).items()
         if name != "_compile_loss"  # Keras' own sum of losses
         for loss in parts_in(value, keras.losses.Loss)
+        if id(loss) not in given
     ]
+
+
+def _losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the losses that a model was compiled with and those that it and its layers hold."""
     given = parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)
     found: dict[int, keras.losses.Loss] = {}
-    waiting = [*compiled_losses(model), *given, *held]
+    waiting = [*compiled_losses(model), *given, *_held_losses(model)]
     while waiting:
         loss = waiting.pop(0)
         if id(loss) not in found:

@@ -94,6 +94,8 @@ class TrainStep:
     accumulate_steps: int = 1
     counts_ahead: bool = False
     """Whether ranks exchange what losses are divided by before the passes: where there are several, and for XLA."""
+    losses_inside: bool = False
+    """Whether the model and its layers hold losses, which they may call as they compute, and in training only."""
     jit_compile: bool = False
     """Whether XLA compiles the forward and the backward pass, and nothing else."""
     labels: Mapping[str, int] = field(default_factory=dict)
@@ -279,7 +281,8 @@ class TrainStep:
         # also the loops of recurrent layers, which would be stateful if they read variables.
         values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
         with keras.StatelessScope(values), self.shares.noting_divisors() as noted:
-            loss_in_training(self._model, x, y, self._model(x, training=False), weights)
+            outputs = self._model(x, training=self.losses_inside)
+            loss_in_training(self._model, x, y, outputs, weights)
         return noted
 
     def _train_step_by_xla(self, data: Data) -> Mapping[str, Any]:

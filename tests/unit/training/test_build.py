@@ -426,6 +426,33 @@ def test_a_step_that_computes_its_loss_itself_may_add_a_loss_of_each_record(batc
     assert train(batches, made(Added())).update.optimizers.by_path
 
 
+class Auxiliary(layers.Layer):
+    """Has a loss of its own, which counts those of its inputs that a mask keeps; it computes it in training only."""
+
+    def __init__(self) -> None:
+        super().__init__(name="auxiliary")
+        self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0, name="side")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.add_loss(self.loss(ops.argmax(inputs, axis=-1), inputs))
+        return inputs
+
+
+def test_a_loss_that_a_layer_computes_in_training_only_is_divided_by_what_counts_in_all_passes(
+    batches: Pipeline, stepping: Callable[..., TrainStep]
+) -> None:
+    trained = []
+    for accumulate_steps in (1, 2):
+        keras.utils.set_random_seed(1)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+        model = compiled(loss, Auxiliary())
+        step = stepping(batches, model, train={"accumulate_steps": accumulate_steps})
+        step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
+        trained.append(np.concatenate([weight.numpy().ravel() for weight in model.trainable_variables]))
+    np.testing.assert_allclose(*trained, atol=1e-6)
+
+
 def test_l2_is_added_to_the_regularizer_of_matrices_only(batches: Pipeline) -> None:
     """½ λ Σ W², as tf.nn.l2_loss; and to what a matrix has."""
     model = compiled("sparse_categorical_crossentropy")
