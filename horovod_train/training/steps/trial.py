@@ -208,7 +208,7 @@ def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> Ab
         def add_and_note(loss: Any) -> None:
             add_loss(loss)
             for each in keras.tree.flatten(loss):
-                if {*each.shape} - {1}:
+                if each.shape.rank and {*each.shape} - {1}:
                     shapes[layer.name] = list(each.shape)
 
         return add_and_note
