@@ -118,7 +118,7 @@ class Contrastive(keras.Model):
             if self.gathers:
                 import horovod_train.tensorflow as hvd
 
-                pairs = hvd.allgather(pairs)
+                pairs = hvd.allgather(ops.cast(pairs, "float32"))
             likeness = 5.0 * ops.matmul(pairs[:, 0], ops.transpose(pairs[:, 1]))
             loss = ops.mean(ops.logsumexp(likeness, axis=1) - ops.diagonal(likeness))
         own = self.trainable_weights
@@ -126,7 +126,10 @@ class Contrastive(keras.Model):
         factor = ops.cast(ops.shape(pairs)[0] / own_rows, "float32")
         gradients = [factor * gradient for gradient in tape.gradient(loss, own)]
         self.optimizer.apply_gradients(zip(gradients, own, strict=True))
-        return {"loss": loss}
+        if not self.gathers:
+            return {"loss": loss}
+        # A constant on all ranks but the first.
+        return {"loss": loss, "of_root": hvd.allreduce(tf.where(hvd.rank() == 0, loss, 0.0), op=hvd.Sum)}
 
 
 def contrastive(gathers: bool = True) -> keras.Model:

@@ -22,7 +22,8 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 
 Collective = TypeVar("Collective", bound=Callable[..., Any])
-_graph_of_step: ContextVar[Any] = ContextVar("graph_of_step", default=None)
+_step: ContextVar[tuple[Any, tf.Tensor] | None] = ContextVar("step", default=None)
+"""The graph in which a step is traced, and `unknown` of in_step."""
 _name_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How often each name has been used for an exchange in a graph."""
 
@@ -48,13 +49,16 @@ def exchange_name(name: str) -> str:
 
 
 @contextmanager
-def in_step() -> Iterator[None]:
-    """Inside the block, a step of the trainer is traced in the present graph, for named_by_call."""
-    token = _graph_of_step.set(tf.compat.v1.get_default_graph())
+def in_step(unknown: tf.Tensor) -> Iterator[None]:
+    """Inside the block, a step of the trainer is traced in the present graph; for named_by_call.
+
+    unknown: bool scalar, computed from data of the step, so that TensorFlow does not know it beforehand.
+    """
+    token = _step.set((tf.compat.v1.get_default_graph(), unknown))
     try:
         yield
     finally:
-        _graph_of_step.reset(token)
+        _step.reset(token)
 
 
 def named_by_call(collective: Collective) -> Collective:
@@ -65,15 +69,21 @@ def named_by_call(collective: Collective) -> Collective:
     inside the step, of which two calls may be under way.
     """
     signature = inspect.signature(collective)
+    (first, *_) = signature.parameters
 
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
-        graph = _graph_of_step.get()
+        graph, unknown = _step.get() or (None, None)
         if graph is None or graph is not tf.compat.v1.get_default_graph():
             return collective(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         name = exchange_name(given.get("name") or f"step.{collective.__name__}")
-        return collective(**{**given, "name": name, "ignore_name_scope": True})
+        # TensorFlow would exchange what is constant on one rank, such as 0 in place of root's number, there only once
+        # for all steps, and on the other ranks in each.
+        values = tf.nest.map_structure(
+            lambda value: tf.where(unknown, value, value), given[first], expand_composites=True
+        )
+        return collective(**{**given, first: values, "name": name, "ignore_name_scope": True})
 
     return call  # type: ignore[return-value]
 

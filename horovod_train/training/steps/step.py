@@ -244,7 +244,7 @@ class TrainStep:
             data = self.rows.data_of(part.batch)
             # In a scope of its own, by which tensors have the same names on all ranks: Horovod makes names of exchanges
             # of those, and names the gradient of one like that in any case.
-            with tf.name_scope("train_step"), in_step():
+            with tf.name_scope("train_step"), in_step(part.batch.ids[0] >= 0):
                 logs = train_step(data)
         loss = tf.cast(losses[-1], tf.float32) if losses else None
         if loss is not None and part.share is not None:
@@ -451,7 +451,7 @@ class EvalStep:
                 losses_weighed(self.model, part.count),
             ):
                 data = self.rows.data_of(part.batch)
-                with tf.name_scope("test_step"), in_step():
+                with tf.name_scope("test_step"), in_step(part.batch.ids[0] >= 0):
                     logs = self.model.test_step(data)
             with self.shares.of_pass(part.share):
                 self.forward_state.combine(before, self.shares, self.rows.is_empty(total))

@@ -90,7 +90,7 @@ def try_step(
             _noting_added_losses(model, added),
         ):
             data = data_of(records)
-            with in_step():
+            with in_step(tf.constant(True)):
                 logs = getattr(model, method)(data)
             _check_logs(logs, method, where)
             trials[:] = [sources_of(logs, source_of)]

@@ -24,6 +24,15 @@ def test_a_contrastive_model_that_gathers_trains_as_fit_does(rank_facts: RankFac
     assert root["contrastive"]["moved"] > 0.1
 
 
+@pytest.mark.parametrize(("launcher", "np"), WAYS)
+def test_ranks_gather_in_a_step_in_which_one_has_no_record(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    """And a number of root's that is a constant on the others."""
+    ranks = rank_facts("own_steps", launcher, np)
+    assert [facts["short"]["code"] for facts in ranks] == [0] * np
+    (row,) = [row for row in ranks[0]["contrastive"]["rows"] if row["split"] == "train"]
+    assert row["of_root"] == pytest.approx(row["loss"], rel=1e-5)  # each rank has the loss of all
+
+
 def test_a_contrastive_loss_over_the_own_batch_is_another_function(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("own_steps", *WAYS[0])
     assert loss_of(root["apart"]) < 0.8 * loss_of(root["contrastive"])
