@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import keras
+import numpy as np
 
 import horovod_train.keras as hvd
 
@@ -97,6 +100,96 @@ class StopsAfter(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.stop_training = epoch == self.epoch
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates records of its own when an epoch ends."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.evaluate(np.ones((8, 6), "float32"), np.zeros(8, "int64"), verbose=0)
+
+
+class Adds(keras.callbacks.Callback):
+    """Adds a figure for the callbacks after it, which falls from epoch to epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["falling"] = -epoch
+
+
+class Meddles(keras.callbacks.Callback):
+    """Changes weights and the rate wherever something begins, and counts in a state what it is told.
+
+    interrupt_test: the evaluation in which it asks the run to stop, once in a process.
+    """
+
+    has_interrupted = False
+
+    def __init__(self, interrupt_test: int | None = None) -> None:
+        super().__init__()
+        self.interrupt_test = interrupt_test
+        self.told = {"epochs": 0, "batches": 0, "tests": 0}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.25
+        self.scale(1.5)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.told["epochs"] += 1
+        self.epoch = epoch
+        self.scale(0.75)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        assert self.epoch == epoch
+        self.model.optimizer.learning_rate = self.model.optimizer.learning_rate.numpy() / 2
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.told["batches"] += 1
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.told["tests"] += 1
+        self.scale(0.5)
+        if self.told["tests"] == self.interrupt_test and not Meddles.has_interrupted:
+            Meddles.has_interrupted = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.scale(2)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        told.append(["end", None, dict(self.told)])
+
+    def scale(self, factor: float) -> None:
+        for weight in self.model.weights:
+            weight.assign(factor * weight)
+
+    def get_state(self) -> dict[str, int]:
+        return self.told
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.told = dict(state)
+
+
+class StopsIn(keras.callbacks.Callback):
+    """Sets stop_training in one method, if there is a number when that is at least `first`."""
+
+    def __init__(self, method: str, first: int = 0) -> None:
+        super().__init__()
+
+        def stop(number: Any = None, logs: Any = None) -> None:
+            self.model.stop_training = not isinstance(number, int) or number >= first
+
+        setattr(self, method, stop)
+
+
+class Freezes(keras.callbacks.Callback):
+    """Freezes a layer in one method."""
+
+    def __init__(self, method: str = "on_epoch_end") -> None:
+        super().__init__()
+        setattr(self, method, self.freeze)
+
+    def freeze(self, *arguments: Any, **options: Any) -> None:
+        self.model.layers[-1].trainable = False
 
 
 class KnowsItsRank(keras.callbacks.Callback):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -145,10 +145,12 @@ class Run:
     def outside_training(self, phase: str, detail: str = "") -> Iterator[None]:
         """Leave the block's time out of the training time and of the time between votes.
 
-        phase, detail: what the watchdog reports if the block takes too long.
+        phase, detail: what the watchdog reports if the block takes too long. Of HOOK, what the block does to metrics is
+        undone: a user's code may evaluate.
         """
         began = time.monotonic()
-        with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail):
+        metrics = self.parts.train_step.figures.kept() if phase == HOOK else nullcontext()
+        with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail), metrics:
             yield
         if phase == HOOK:
             self.stopping.note_hook(time.monotonic() - began)

@@ -114,6 +114,14 @@ class Figures:
         self._reset()
         self._records = 0
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Between compiled calls: put the states of metrics back after the block, in which others may use them."""
+        kept = [(variable, variable.read_value()) for variable in self.variables]
+        yield
+        for variable, value in kept:
+            variable.assign(value)
+
     def begin(self) -> bool:
         """Set the model's metrics aside until `result`, so that this split can have them; return whether it had to."""
         if self._aside is not None:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from facts import leave
-from hooked import OUT, RANK, called_back
+from hooked import OUT, RANK, called_back, resumed
 
 PLATEAU = {"name": "ReduceLROnPlateau", "options": {"factor": 0.1, "patience": 1, "min_delta": 10.0}}
-
-
-def resumed(name: str, callbacks: list[Any], *words: str, stop: str = "stop_at_12") -> dict[str, Any]:
-    """Of a run that was stopped after 12 steps, in its third epoch, or where `stop` says."""
-    words += (f'hooks=["user_hooks:{stop}"]',)
-    first = called_back(name, callbacks, *words)
-    return {"stopped": first["told"], **called_back(name, callbacks, *words)}
-
+STOPPED = 'hooks=["user_hooks:stop_at_12"]'
+"""After 12 steps, in the third epoch."""
 
 AVERAGED = ("data.shuffle=false", "model=user_models:vector", "lr_schedule.base_lr=0.3")
 OPTIMIZER = "optimizer={name: sgd, options: {momentum: 0.9, use_ema: true, ema_momentum: 0.8"
@@ -42,13 +35,15 @@ leave(
     RANK,
     {
         "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
-        "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"]),
+        "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"], STOPPED),
         "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
         "averaged": called_back("averaged", SWAPPING, *AVERAGED, OPTIMIZER + "}}"),
-        "averaged, resumed": resumed("averaged, resumed", SWAPPING, *AVERAGED, OPTIMIZER + "}}", stop="stop_at_10"),
+        "averaged, resumed": resumed(
+            "averaged, resumed", SWAPPING, *AVERAGED, OPTIMIZER + "}}", 'hooks=["user_hooks:stop_at_10"]'
+        ),
         "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
         "mean": called_back("mean", MEAN, *CYCLICAL),
-        "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL),
+        "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL, STOPPED),
         "runs": str(OUT),
     },
 )

@@ -67,6 +67,12 @@ def called_back(name: str, callbacks: list[Any], *words: str) -> dict[str, Any]:
     return {"code": code, "told": list(user_callbacks.told), **told}
 
 
+def resumed(name: str, callbacks: list[Any], *words: str) -> dict[str, Any]:
+    """Of a run that is started twice, because something stops it."""
+    first = called_back(name, callbacks, *words)
+    return {"stopped": first["told"], "first_code": first["code"], **called_back(name, callbacks, *words)}
+
+
 if __name__ == "__main__":
     facts = {
         "without": run("without"),

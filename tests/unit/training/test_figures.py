@@ -393,3 +393,16 @@ def test_a_step_without_records_changes_nothing(kind: str) -> None:
 
 def test_a_state_that_is_combined_at_other_times_keeps_its_own_values() -> None:
     assert combined(variable, (3.0, 7.0), in_each_step=False) == [3.0, 7.0]
+
+
+def test_what_others_do_to_metrics_between_calls_is_undone() -> None:
+    """As a callback does that evaluates."""
+    metric = BUILDERS["a mean"]()
+    figures = figures_of(metric)
+    metric.update_state(TARGETS, OUTPUTS)
+    with figures.kept():
+        metric.reset_state()
+        metric.update_state(TARGETS, 9 * OUTPUTS)
+    metric.update_state(TARGETS, OUTPUTS)
+    (values,) = results([figures])
+    assert values["m"] == pytest.approx(np.mean((TARGETS - OUTPUTS) ** 2))
