@@ -61,6 +61,11 @@ class Named:
         """Return those of some methods that it has of its own, by its class or, as a LambdaCallback, set on itself."""
         return overridden(self.callback, methods, keras.callbacks.Callback)
 
+    def has_users(self, *methods: str) -> bool:
+        """Return whether one of some methods is a user's, not Keras' or ours: that may change anything."""
+        bound = [getattr(self.callback, method) for method in methods]
+        return any(not str(each.__module__).startswith(("keras.", "horovod_train.")) for each in bound)
+
     def state(self) -> Any:
         """Return what it must have again after a resume, of values that JSON can hold; None: nothing.
 
@@ -156,10 +161,14 @@ class Callbacks:
         return any(isinstance(named.callback, SwapAverages) for named in self.named)
 
     def check_monitors(self, names: Sequence[str]) -> None:
-        """Raise UserError for a callback that monitors something that is not there. names: of what they get."""
-        for named in self.named:
+        """Raise UserError for a callback that monitors something that is not there. names: of what they get.
+
+        A user's callback may add figures for those after it.
+        """
+        for number, named in enumerate(self.named):
             monitor = getattr(named.callback, "monitor", None)
-            if isinstance(monitor, str) and monitor not in names:
+            adds = any(earlier.has_users("on_epoch_end") for earlier in self.named[:number])
+            if isinstance(monitor, str) and monitor not in names and not adds:
                 raise UserError(f"callbacks: {named.name} monitors {monitor!r}; there are {', '.join(names)}.")
             is_auto = getattr(named.callback, "mode", None) == "auto" and isinstance(named.callback, _MONITORS)
             if is_auto and monitor not in ("loss", "val_loss"):

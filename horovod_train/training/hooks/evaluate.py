@@ -67,12 +67,16 @@ def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason
 
 
 def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, float] | None = None) -> None:
-    """Call METHOD(*arguments, logs) of each callback, on this rank. Raises RunError if one fails."""
+    """Call METHOD(*arguments, logs) of each callback, on this rank. Raises RunError if one fails.
+
+    As from `fit` they get one dict, so that a callback sees the figures that those before it add.
+    """
+    shared = dict(logs or {})
     for named in run.parts.callbacks.named:
         with run.outside_training(HOOK, f"calling {named.name}"):
             failed = f"callbacks: {named.name} failed in {method} after step {step}"
             with raised_as(failed, has_stepped=run.group.heartbeat.has_stepped):
-                getattr(named.callback, method)(*arguments, dict(logs or {}))  # a copy, because callbacks add to it
+                getattr(named.callback, method)(*arguments, shared)
 
 
 def begin_callbacks(run: Run) -> None:

@@ -118,6 +118,14 @@ def test_what_is_better_must_be_known_before_the_first_epoch_ends(name: str) -> 
     load_callbacks([Spec(name, {"monitor": "val_accuracy", "mode": "max"}), Spec(name)]).check_monitors(there)
 
 
+def test_a_figure_that_an_earlier_callback_adds_can_be_monitored() -> None:
+    adds, falling = Spec("user_callbacks:Adds"), Spec("EarlyStopping", {"monitor": "falling", "mode": "max"})
+    load_callbacks([adds, falling]).check_monitors(["loss"])
+    for nothing_adds in ([falling], [falling, adds], [Spec("ReduceLROnPlateau", {"monitor": "loss"}), falling]):
+        with pytest.raises(UserError, match="EarlyStopping monitors 'falling'; there are loss"):
+            load_callbacks(nothing_adds).check_monitors(["loss"])
+
+
 def test_callbacks_that_a_resumed_run_adds_are_not_told_of_the_epoch_before_it() -> None:
     callbacks = load_callbacks([Spec("user_callbacks:Recorder")])
     callbacks.restore({}, 40)

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+import user_callbacks
 import user_hooks
 
+from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
+from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.hooks import StopReason, at, every, load_hooks
-from horovod_train.training.hooks.evaluate import _evaluate_all
+from horovod_train.training.hooks.evaluate import _evaluate_all, tell
 from horovod_train.training.run import DONE, _call_at_end
 
 REQUEST = StopReason("SIGTERM", restartable=True)
@@ -103,6 +106,24 @@ def test_hooks_at_the_end_are_those_of_how_a_run_ends() -> None:
     assert called_at_end(None, told_at=9) == ["evaluate", "callbacks", "save"]
     assert called_at_end(REQUEST, told_at=9) == ["save"]
     assert called_at_end(REQUEST, told_at=9, last=20) == stopped
+
+
+def run_with(*callbacks: str) -> Any:
+    """What `tell` needs of a run."""
+    loaded = load_callbacks([Spec(f"user_callbacks:{name}") for name in callbacks])
+    return SimpleNamespace(
+        group=SimpleNamespace(heartbeat=SimpleNamespace(has_stepped=True)),
+        outside_training=lambda *about: nullcontext(),
+        parts=SimpleNamespace(callbacks=loaded),
+    )
+
+
+def test_a_callback_sees_the_figures_that_those_before_it_add() -> None:
+    user_callbacks.told.clear()
+    logs = {"loss": 0.5}
+    tell(run_with("Recorder", "Adds", "Recorder"), 20, "on_epoch_end", 3, logs=logs)
+    assert [seen for *_, seen in user_callbacks.told] == [{"loss": 0.5}, {"loss": 0.5, "falling": -3}]
+    assert logs == {"loss": 0.5}
 
 
 @pytest.mark.parametrize(("reason", "left"), [(REQUEST, 1.0), (None, 3.0)])
