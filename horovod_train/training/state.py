@@ -290,7 +290,7 @@ class Averages:
         """In the compiled step, after an update. step: int64 scalar, updates so far."""
 
     def restart(self) -> None:
-        """Set the averages to the weights, as at the start."""
+        """Set the averages to the weights that the model has, as at the start."""
         for weight, average in zip(self._weights, self.variables.values(), strict=True):
             average.assign(weight)
 

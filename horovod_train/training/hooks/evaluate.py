@@ -167,9 +167,11 @@ def end_callbacks(run: Run, step: int) -> None:
     if callbacks.train_ended_at == step:
         return
     logs = run.group.broadcast_object(_logs(run, step))
-    # As `fit` does: with use_ema it ends with the averages in the model.
+    # As `fit` does: with use_ema it ends with the averages in the model, and with what callbacks make of them.
     with averages.in_place() if averages.are_of_optimizer else nullcontext():
         tell(run, step, "on_train_end", logs=logs)
+        if averages.are_of_optimizer:
+            averages.restart()
     callbacks.train_ended_at = step
 
 

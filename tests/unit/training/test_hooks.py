@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 import user_callbacks
@@ -17,8 +18,9 @@ from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.hooks import StopReason, at, every, load_hooks
-from horovod_train.training.hooks.evaluate import _evaluate_all, tell
+from horovod_train.training.hooks.evaluate import _evaluate_all, end_callbacks, tell
 from horovod_train.training.run import DONE, _call_at_end
+from horovod_train.training.state import Averages
 
 REQUEST = StopReason("SIGTERM", restartable=True)
 
@@ -124,6 +126,19 @@ def test_a_callback_sees_the_figures_that_those_before_it_add() -> None:
     tell(run_with("Recorder", "Adds", "Recorder"), 20, "on_epoch_end", 3, logs=logs)
     assert [seen for *_, seen in user_callbacks.told] == [{"loss": 0.5}, {"loss": 0.5, "falling": -3}]
     assert logs == {"loss": 0.5}
+
+
+def test_what_callbacks_make_of_averages_at_the_end_remains() -> None:
+    """And the trained weights remain what they were."""
+    weight, average = keras.Variable([2.0], name="weight"), tf.Variable([8.0])
+    run = run_with("Halves")
+    run.parts.callbacks.named[0].callback.set_model(SimpleNamespace(trainable_weights=[weight]))
+    run.parts.train_step = SimpleNamespace(figures=SimpleNamespace(names=()))
+    run.parts.eval_step, run.output = None, SimpleNamespace(last_metrics=lambda split: {})
+    run.group.broadcast_object = lambda value: value
+    run.state = SimpleNamespace(averages=Averages([(weight, average)], are_of_optimizer=True))
+    end_callbacks(run, 20)
+    assert (average.numpy().tolist(), weight.numpy().tolist()) == ([4.0], [2.0])
 
 
 @pytest.mark.parametrize(("reason", "left"), [(REQUEST, 1.0), (None, 3.0)])
