@@ -127,15 +127,21 @@ class Callbacks:
     """The callbacks of a run on this rank, in the order of the config.
 
     epoch_ended_at: the step after which on_epoch_end was called last; train_ended_at: on_train_end. epoch_begun: the
-    epoch for which on_epoch_begin was called last. have_stopped: whether one has ended the run.
+    epoch for which on_epoch_begin was called last. batch_begun_at: the step before which on_train_batch_begin was.
+    have_stopped: whether one has ended the run.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.named = list(named)
-        self.epoch_ended_at, self.train_ended_at, self.epoch_begun, self.have_stopped = 0, -1, -1, False
+        self.epoch_ended_at, self.train_ended_at, self.epoch_begun, self.batch_begun_at = 0, -1, -1, -1
+        self.have_stopped = False
 
     def __bool__(self) -> bool:
         return bool(self.named)
+
+    def have_users(self, *methods: str) -> bool:
+        """Return whether one of them has one of some methods by a user's code."""
+        return any(named.has_users(*methods) for named in self.named)
 
     @property
     def see_batches(self) -> bool:
@@ -185,6 +191,7 @@ class Callbacks:
             "told": self.epoch_ended_at,
             "ended_at": self.train_ended_at,
             "begun": self.epoch_begun,
+            "batch_begun_at": self.batch_begun_at,
             "have_stopped": self.have_stopped,
             "states": {named.name: state for named in self.named if (state := named.state()) is not None},
         }
@@ -192,7 +199,8 @@ class Callbacks:
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Take what `state` returned at the checkpoint of a step; a run without callbacks left less of it."""
         self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
-        self.epoch_begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
+        self.epoch_begun, self.batch_begun_at = state.get("begun", -1), state.get("batch_begun_at", -1)
+        self.have_stopped = state.get("have_stopped", False)
         for named in self.named:
             if named.name in state.get("states", {}):
                 named.restore(state["states"][named.name])

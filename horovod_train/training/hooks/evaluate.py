@@ -6,19 +6,26 @@ An evaluation uses each record of the set once, at any number of ranks. Does not
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+
+import tensorflow as tf
 
 from horovod_train.checkpoint.layout import Checkpoint
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
+from horovod_train.shown_text import listed
 from horovod_train.training.hooks import Hook, every, raised_as
 from horovod_train.training.run_record import Run
+from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.step import EvalStep
 from horovod_train.training.stopping import StopReason
+
+log = logging.getLogger(__name__)
 
 
 def evaluate(run: Run, step: int) -> StopReason | None:
@@ -33,13 +40,19 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     assert parts.eval_step is not None
     with run.outside_training("evaluate"):
         state.settle(run.group)  # before callbacks exchange the weights for their averages
+    may_change = parts.callbacks.have_users("on_test_begin")
+    before = parts.callbacks.state() if may_change else {}
+    undo = _undoing(weights_by_name(state.model.weights, "model") | state.rates if may_change else {})
     tell(run, step, "on_test_begin")
     with run.outside_training("evaluate"):
         with nullcontext() if state.averages.are_of_optimizer else state.averages.in_place():
             interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
         values = run.group.broadcast_object(parts.eval_step.metrics.result(run.group))  # bit-equal, whatever the hosts
     if interrupted:
-        state.averages.put_back()  # callbacks are not told that it ends
+        state.averages.put_back()  # callbacks are not told that it ends, and the next start tells them that it begins
+        undo()
+        if may_change:
+            parts.callbacks.restore(before, step)
         return interrupted
     parts.evaluated.assign(step)
     run.output.append_metrics("eval", step, int(state.epoch), values)
@@ -77,10 +90,18 @@ def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, f
             failed = f"callbacks: {named.name} failed in {method} after step {step}"
             with raised_as(failed, has_stepped=run.group.heartbeat.has_stepped):
                 getattr(named.callback, method)(*arguments, shared)
+    if method == "on_epoch_begin":
+        (run.parts.callbacks.epoch_begun,) = arguments
+    elif method == "on_train_batch_begin":
+        run.parts.callbacks.batch_begun_at = step
 
 
 def begin_callbacks(run: Run) -> None:
-    """Collective: tell the callbacks before the first step that training begins, and give back their state."""
+    """Collective: tell the callbacks before the first step that training begins, and give back their state.
+
+    When the run resumes they are told again what had begun before the checkpoint, because some keep no state. What that
+    changes is in the checkpoint already, so it is undone, in the variables and in their state.
+    """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
     saved = run.group.broadcast_object(_saved_state(run.checkpoint, run.config) if run.checkpoint else {})
@@ -88,19 +109,38 @@ def begin_callbacks(run: Run) -> None:
         callbacks.restore(saved, step)
         return
     run.state.model.stop_training = False
-    rates = {rate.ref(): rate.numpy() for rate in run.state.rates.values()}
-    tell(run, step, "on_train_begin")
-    callbacks.restore(saved, step)
     per_epoch = run.parts.train.steps_per_epoch
-    if step < run.parts.last_step and (
-        step % per_epoch or callbacks.epoch_ended_at == step
-    ):  # else the hook ends an epoch first
-        has_begun = callbacks.epoch_begun == epoch
-        tell(run, step, "on_epoch_begin", epoch)
-        callbacks.epoch_begun = epoch
-        tell(run, step, "on_train_batch_begin", step % per_epoch)
-        for rate, value in rates.items() if has_begun else ():
-            rate.deref().assign(value)  # has what on_epoch_begin made of the rate before it
+    again: list[tuple[str, int]] = []
+    new: list[tuple[str, int]] = []
+    if step % per_epoch == 0 and saved.get("told", step) != step:
+        again = [("on_epoch_begin", epoch - 1)]  # the hook ends it first
+    elif step < run.parts.last_step:
+        (again if saved.get("begun") == epoch else new).append(("on_epoch_begin", epoch))
+        (again if saved.get("batch_begun_at") == step else new).append(("on_train_batch_begin", step % per_epoch))
+    may_change_all = callbacks.have_users("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
+    changeable = run.state.variables() if may_change_all else run.state.rates
+    undo = _undoing(changeable if "told" in saved else {})
+    tell(run, step, "on_train_begin")
+    for method, number in again:
+        tell(run, step, method, number)
+    if changed := undo():
+        log.info(f"the callbacks changed {listed(changed)} as the run resumed; the values of the checkpoint are kept")
+    callbacks.restore(saved, step)
+    for method, number in new:
+        tell(run, step, method, number)
+
+
+def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:
+    """Return what gives variables the values that they have now, and returns the names of those that had others."""
+    values = {name: variable.numpy() for name, variable in variables.items()}
+
+    def undo() -> list[str]:
+        changed = [name for name, value in values.items() if variables[name].numpy().tobytes() != value.tobytes()]
+        for name in changed:
+            variables[name].assign(values[name])
+        return changed
+
+    return undo
 
 
 def _saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
@@ -146,7 +186,6 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
     reason = _stop(run)
     if reason is None and step < run.parts.last_step:
         tell(run, step, "on_epoch_begin", epoch)
-        run.parts.callbacks.epoch_begun = epoch
         tell(run, step, "on_train_batch_begin", 0)
     run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason

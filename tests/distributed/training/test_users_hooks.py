@@ -161,6 +161,53 @@ def test_a_run_can_end_with_the_mean_of_its_last_epochs(rank_facts: RankFacts) -
     assert again["weights_sha256"] == root["weights_sha256"] is not None
 
 
+ALONE = ("called_back_alone", "none", 1)
+
+
+@pytest.mark.long
+def test_evaluations_of_callbacks_and_hooks_change_no_line_of_metrics(rank_facts: RankFacts) -> None:
+    (facts,) = rank_facts(*ALONE)
+    with_, without = facts["evaluates"], facts["stops where an epoch begins"]
+    assert with_["losses"] == {line: without["losses"][line] for line in with_["losses"]}
+    assert {"train 4", "train 5", "train 8", "train 10"} <= with_["losses"].keys()
+
+
+@pytest.mark.long
+def test_early_stopping_by_a_figure_that_a_callback_adds(rank_facts: RankFacts) -> None:
+    (facts,) = rank_facts(*ALONE)
+    assert (facts["adds"]["code"], facts["adds"]["steps"]) == (0, 10)
+
+
+@pytest.mark.long
+def test_what_is_exported_has_what_callbacks_make_of_averages_at_the_end(rank_facts: RankFacts) -> None:
+    (facts,) = rank_facts(*ALONE)
+    keras.utils.clear_session()  # names as in the run
+    model = user_models.vector()
+    assert load_weights(model, open_checkpoint(str(Path(facts["runs"]) / "halved"), "--checkpoint"), "auto") == "ema"
+    for one, other in zip(model.trainable_weights, fitted(user_callbacks.Halves()).weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["stopped", "interrupted"])
+def test_callbacks_that_change_weights_and_rates_resume_bit_for_bit(rank_facts: RankFacts, how: str) -> None:
+    """Inside an epoch, and in an evaluation at an epoch at which weights are unfrozen."""
+    (facts,) = rank_facts(*ALONE)
+    whole, again = facts["meddled"], facts[how]
+    assert (whole["code"], again["first_code"], again["code"]) == (0, 75, 0)
+    assert again["weights_sha256"] == whole["weights_sha256"] is not None
+    assert again["told"] == whole["told"] == [["end", None, {"epochs": 4, "batches": 20, "tests": 4}]]
+    for split, figure in (("train", "learning_rate"), ("eval", "loss")):
+        assert again[split][figure] == whole[split][figure]
+
+
+@pytest.mark.long
+def test_an_evaluation_that_is_interrupted_where_weights_are_unfrozen_gives_the_same(rank_facts: RankFacts) -> None:
+    (facts,) = rank_facts(*ALONE)
+    assert len(facts["interrupted"]["stopped"]) == 1
+    assert facts["interrupted"]["losses"] == facts["meddled"]["losses"]
+
+
 def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_facts: RankFacts) -> None:
     assert [facts["apart"]["code"] for facts in rank_facts("hooked", *WAY)] == [86, 86]
 
