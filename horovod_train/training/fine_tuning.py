@@ -62,6 +62,11 @@ class Freezing:
             raise UserError(f"model.freeze: {', '.join(spec.freeze)} leaves nothing to train at the start.")
 
     @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each weight and each layer is trained now, which a step has compiled in."""
+        return tuple(each.trainable for each, _ in [*self._weights, *self._layers])
+
+    @property
     def epochs(self) -> tuple[int, ...]:
         """The numbers of complete epochs after which more is trained."""
         return tuple(self._unfrozen)

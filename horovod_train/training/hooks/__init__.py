@@ -98,7 +98,7 @@ def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
     def call(run: Any, step: int) -> StopReason | None:
         with run.outside_training(HOOK, f"calling {name}"):
             # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them of its failure.
-            with raised_as(f"hooks: {name} failed after step {step}", has_stepped=run.group.heartbeat.has_stepped):
+            with users_code(run, f"hooks: {name}", f"after step {step}"):
                 reason: Any = function(run, step)
             if reason is None or isinstance(reason, StopReason):
                 return _first_reason(run.group, reason)
@@ -109,19 +109,26 @@ def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
 
 
 @contextmanager
-def raised_as(failed: str, *, has_stepped: bool) -> Iterator[None]:
-    """Raise a failure of a user's code in the block as RunError, which begins with `failed`; a rank's loss as it is.
+def users_code(run: Any, name: str, when: str, *, may_freeze: bool = False) -> Iterator[None]:
+    """Raise a failure of a user's code in the block as RunError, or as UserError before the first step.
 
-    has_stepped: whether training has begun. Before that it is a UserError.
+    A rank's loss is raised as it is. may_freeze: whether the block may change which weights are trained: that would be
+    in force when a step is next compiled, such as for a batch of another size, or when the run resumes.
     """
+    kind = RunError if run.group.heartbeat.has_stepped else UserError
+    trained = run.parts.freezing.trained
     try:
         yield
     except (Exception, SystemExit) as error:
         if isinstance(error, RunError) or is_connection_loss(error):
             raise
         text = one_line(error)
-        kind = RunError if has_stepped else UserError
-        raise kind(f"{failed}: {type(error).__name__}: {text}{raised_at(error)}") from error
+        raise kind(f"{name} failed {when}: {type(error).__name__}: {text}{raised_at(error)}") from error
+    if run.parts.freezing.trained != trained and not may_freeze:
+        raise kind(
+            f"{name} changed what is trainable {when}: the compiled steps train the weights of before. Say by "
+            "model.freeze and model.unfreeze what is trained when, or set it in on_train_begin of a callback."
+        )
 
 
 def _first_reason(group: WorkerGroup, reason: StopReason | None) -> StopReason | None:

@@ -19,7 +19,7 @@ from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.shown_text import listed
-from horovod_train.training.hooks import Hook, every, raised_as
+from horovod_train.training.hooks import Hook, every, users_code
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.step import EvalStep
@@ -87,8 +87,9 @@ def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, f
     shared = dict(logs or {})
     for named in run.parts.callbacks.named:
         with run.outside_training(HOOK, f"calling {named.name}"):
-            failed = f"callbacks: {named.name} failed in {method} after step {step}"
-            with raised_as(failed, has_stepped=run.group.heartbeat.has_stepped):
+            # Before the first step is compiled, in each start.
+            may_freeze = method == "on_train_begin"
+            with users_code(run, f"callbacks: {named.name}", f"in {method} after step {step}", may_freeze=may_freeze):
                 getattr(named.callback, method)(*arguments, shared)
     if method == "on_epoch_begin":
         (run.parts.callbacks.epoch_begun,) = arguments

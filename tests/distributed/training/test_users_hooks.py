@@ -208,6 +208,13 @@ def test_an_evaluation_that_is_interrupted_where_weights_are_unfrozen_gives_the_
     assert facts["interrupted"]["losses"] == facts["meddled"]["losses"]
 
 
+@pytest.mark.long
+def test_a_callback_that_freezes_a_layer_ends_the_run(rank_facts: RankFacts) -> None:
+    """In `fit` that changes nothing, or takes effect with a batch of another size."""
+    (facts,) = rank_facts(*ALONE)
+    assert facts["freezes"]["code"] == 1
+
+
 def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_facts: RankFacts) -> None:
     assert [facts["apart"]["code"] for facts in rank_facts("hooked", *WAY)] == [86, 86]
 

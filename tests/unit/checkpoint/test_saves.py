@@ -152,6 +152,7 @@ def run_of(store: Store) -> Any:
             best=best,
             callbacks=callbacks,
             evaluated=tf.Variable(-1),
+            freezing=SimpleNamespace(trained=()),
             train=SimpleNamespace(fingerprint="", files="", class_names={}, steps_per_epoch=1),
             train_step=SimpleNamespace(figures=SimpleNamespace(names=())),
             eval_step=None,

@@ -14,9 +14,10 @@ import tensorflow as tf
 import user_callbacks
 import user_hooks
 
-from horovod_train.config.settings import Spec
-from horovod_train.errors import UserError
+from horovod_train.config.settings import ModelSpec, Spec
+from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
+from horovod_train.training.fine_tuning import Freezing
 from horovod_train.training.hooks import StopReason, at, every, load_hooks
 from horovod_train.training.hooks.evaluate import _evaluate_all, end_callbacks, tell
 from horovod_train.training.run import DONE, _call_at_end
@@ -116,7 +117,7 @@ def run_with(*callbacks: str) -> Any:
     return SimpleNamespace(
         group=SimpleNamespace(heartbeat=SimpleNamespace(has_stepped=True)),
         outside_training=lambda *about: nullcontext(),
-        parts=SimpleNamespace(callbacks=loaded),
+        parts=SimpleNamespace(callbacks=loaded, freezing=SimpleNamespace(trained=())),
     )
 
 
@@ -126,6 +127,21 @@ def test_a_callback_sees_the_figures_that_those_before_it_add() -> None:
     tell(run_with("Recorder", "Adds", "Recorder"), 20, "on_epoch_end", 3, logs=logs)
     assert [seen for *_, seen in user_callbacks.told] == [{"loss": 0.5}, {"loss": 0.5, "falling": -3}]
     assert logs == {"loss": 0.5}
+
+
+def test_what_is_trainable_changes_before_training_only() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    run = run_with("Freezes")
+    (named,) = run.parts.callbacks.named
+    run.parts.freezing = Freezing(model, ModelSpec("any"))
+    named.callback.set_model(model)
+    named.callback.on_train_begin = named.callback.freeze
+    with pytest.raises(RunError, match="Freezes changed what is trainable in on_epoch_end after step 20"):
+        tell(run, 20, "on_epoch_end", 3)
+    tell(run, 21, "on_epoch_end", 3)  # which changes nothing any more
+    model.layers[-1].trainable = True
+    tell(run, 0, "on_train_begin")
+    assert not model.layers[-1].trainable
 
 
 def test_what_callbacks_make_of_averages_at_the_end_remains() -> None:
