@@ -58,7 +58,8 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     run.output.append_metrics("eval", step, int(state.epoch), values)
     tell(run, step, "on_test_end", logs=values)
     parts.best.update(step, values)
-    return parts.early_stopping.update(step, values)
+    stopped = _stop(run) if parts.callbacks else None
+    return parts.early_stopping.update(step, values) or stopped
 
 
 def is_evaluated(run: Run, step: int) -> bool:
@@ -129,6 +130,7 @@ def begin_callbacks(run: Run) -> None:
     callbacks.restore(saved, step)
     for method, number in new:
         tell(run, step, method, number)
+    _stop(run)
 
 
 def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:
@@ -188,6 +190,7 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
     if reason is None and step < run.parts.last_step:
         tell(run, step, "on_epoch_begin", epoch)
         tell(run, step, "on_train_batch_begin", 0)
+        reason = _stop(run)
     run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason
 

@@ -209,6 +209,17 @@ def test_an_evaluation_that_is_interrupted_where_weights_are_unfrozen_gives_the_
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("run", "steps"), [("stops in a test", 3), ("stops where an epoch begins", 10), ("stops at the start", 0)]
+)
+def test_stop_training_stops_wherever_it_is_set(rank_facts: RankFacts, run: str, steps: int) -> None:
+    (facts,) = rank_facts(*ALONE)
+    found = facts[run]
+    assert (found["code"], found["steps"]) == (0, steps)
+    assert found["ended"] == "a callback has set model.stop_training"
+
+
+@pytest.mark.long
 def test_a_callback_that_freezes_a_layer_ends_the_run(rank_facts: RankFacts) -> None:
     """In `fit` that changes nothing, or takes effect with a batch of another size."""
     (facts,) = rank_facts(*ALONE)
