@@ -76,6 +76,13 @@ class StopsRank1(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class Batches(keras.callbacks.Callback):
+    """Notes where batches end."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        told.append(["batch ends", batch, None])
+
+
 class Halves(keras.callbacks.Callback):
     """Changes the weights when training ends."""
 

@@ -44,7 +44,6 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(None if is_by_epoch else config.log.every_steps, log_training, at_end="always"),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
-        *evaluations,
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
         *(

@@ -154,12 +154,12 @@ def _saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
 
 
 def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
-    """Build the hooks that call the callbacks. evaluations: hooks that come before them."""
+    """Build the hooks that evaluate and call the callbacks, in the order of `fit`. evaluations: those that evaluate."""
     callbacks, per_epoch = run.parts.callbacks, run.parts.train.steps_per_epoch
     end = every(None, end_callbacks, at_end="done")
     if not callbacks:
         # Users' hooks at the end change what is saved too, so a checkpoint must tell whether they were called.
-        return [end] if any(hook.at_end != "no" for hook in run.parts.users_hooks) else []
+        return [*evaluations, *([end] if any(hook.at_end != "no" for hook in run.parts.users_hooks) else [])]
 
     def end_epoch(run: Run, step: int) -> StopReason | None:
         # A stop request may have interrupted an evaluation; then a run that resumes ends the epoch after that.
@@ -168,6 +168,7 @@ def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
 
     return [
         *([every(1, _end_batch)] if callbacks.see_batches else []),
+        *evaluations,
         every(per_epoch, end_epoch, is_done=lambda run, step: run.parts.callbacks.epoch_ended_at == step),
         end,
     ]

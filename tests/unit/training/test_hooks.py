@@ -19,7 +19,7 @@ from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.fine_tuning import Freezing
 from horovod_train.training.hooks import StopReason, at, every, load_hooks
-from horovod_train.training.hooks.evaluate import _evaluate_all, end_callbacks, tell
+from horovod_train.training.hooks.evaluate import _evaluate_all, build_callback_hooks, end_callbacks, tell
 from horovod_train.training.run import DONE, _call_at_end
 from horovod_train.training.state import Averages
 
@@ -127,6 +127,21 @@ def test_a_callback_sees_the_figures_that_those_before_it_add() -> None:
     tell(run_with("Recorder", "Adds", "Recorder"), 20, "on_epoch_end", 3, logs=logs)
     assert [seen for *_, seen in user_callbacks.told] == [{"loss": 0.5}, {"loss": 0.5, "falling": -3}]
     assert logs == {"loss": 0.5}
+
+
+def test_an_epoch_ends_in_the_order_of_fit() -> None:
+    """A batch that ends after the evaluation would seem to have taken as long."""
+    user_callbacks.told.clear()
+    run = run_with("Batches", "Recorder")
+    run.parts.train, run.parts.last_step, run.parts.eval_step = SimpleNamespace(steps_per_epoch=5), 5, None
+    run.parts.train_step, run.output = SimpleNamespace(figures=SimpleNamespace(names=())), None
+    run.state = SimpleNamespace(model=SimpleNamespace(stop_training=False), averages=Averages([]))
+    run.group.broadcast_object, run.group.sum = lambda value: value, list
+    evaluations = [every(5, lambda run, step: user_callbacks.told.append(["evaluated"]))]
+    for hook in build_callback_hooks(run, evaluations):
+        if hook.is_due(5):
+            hook.function(run, 5)
+    assert [what for what, *_ in user_callbacks.told] == ["batch ends", "evaluated", "epoch ends"]
 
 
 def test_what_is_trainable_changes_before_training_only() -> None:
