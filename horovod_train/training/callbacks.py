@@ -61,8 +61,8 @@ class Named:
         """Return those of some methods that it has of its own, by its class or, as a LambdaCallback, set on itself."""
         return overridden(self.callback, methods, keras.callbacks.Callback)
 
-    def has_users(self, *methods: str) -> bool:
-        """Return whether one of some methods is a user's, not Keras' or ours: that may change anything."""
+    def runs_users_code(self, *methods: str) -> bool:
+        """Return whether one of some methods is a user's, not Keras' or ours: it may do anything."""
         bound = [getattr(self.callback, method) for method in methods]
         return any(not str(each.__module__).startswith(("keras.", "horovod_train.")) for each in bound)
 
@@ -139,9 +139,9 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self.named)
 
-    def have_users(self, *methods: str) -> bool:
-        """Return whether one of them has one of some methods by a user's code."""
-        return any(named.has_users(*methods) for named in self.named)
+    def run_users_code(self, *methods: str) -> bool:
+        """Return whether one of some methods of one of them is a user's."""
+        return any(named.runs_users_code(*methods) for named in self.named)
 
     @property
     def see_batches(self) -> bool:
@@ -173,7 +173,7 @@ class Callbacks:
         """
         for number, named in enumerate(self.named):
             monitor = getattr(named.callback, "monitor", None)
-            adds = any(earlier.has_users("on_epoch_end") for earlier in self.named[:number])
+            adds = any(earlier.runs_users_code("on_epoch_end") for earlier in self.named[:number])
             if isinstance(monitor, str) and monitor not in names and not adds:
                 raise UserError(f"callbacks: {named.name} monitors {monitor!r}; there are {', '.join(names)}.")
             is_auto = getattr(named.callback, "mode", None) == "auto" and isinstance(named.callback, _MONITORS)

@@ -112,8 +112,8 @@ def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
 def users_code(run: Any, name: str, when: str, *, may_freeze: bool = False) -> Iterator[None]:
     """Raise a failure of a user's code in the block as RunError, or as UserError before the first step.
 
-    A rank's loss is raised as it is. may_freeze: whether the block may change which weights are trained: that would be
-    in force when a step is next compiled, such as for a batch of another size, or when the run resumes.
+    The loss of a rank is raised as it is. may_freeze: whether the block may change what is trainable. Steps that are
+    compiled would not follow, but those compiled later, as for a batch of another size or after a resume.
     """
     kind = RunError if run.group.heartbeat.has_stepped else UserError
     trained = run.parts.freezing.trained

@@ -40,7 +40,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     assert parts.eval_step is not None
     with run.outside_training("evaluate"):
         state.settle(run.group)  # before callbacks exchange the weights for their averages
-    may_change = parts.callbacks.have_users("on_test_begin")
+    may_change = parts.callbacks.run_users_code("on_test_begin")
     before = parts.callbacks.state() if may_change else {}
     undo = _undoing(weights_by_name(state.model.weights, "model") | state.rates if may_change else {})
     tell(run, step, "on_test_begin")
@@ -88,8 +88,7 @@ def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, f
     shared = dict(logs or {})
     for named in run.parts.callbacks.named:
         with run.outside_training(HOOK, f"calling {named.name}"):
-            # Before the first step is compiled, in each start.
-            may_freeze = method == "on_train_begin"
+            may_freeze = method == "on_train_begin"  # called in each start, before a step is compiled
             with users_code(run, f"callbacks: {named.name}", f"in {method} after step {step}", may_freeze=may_freeze):
                 getattr(named.callback, method)(*arguments, shared)
     if method == "on_epoch_begin":
@@ -119,14 +118,14 @@ def begin_callbacks(run: Run) -> None:
     elif step < run.parts.last_step:
         (again if saved.get("begun") == epoch else new).append(("on_epoch_begin", epoch))
         (again if saved.get("batch_begun_at") == step else new).append(("on_train_batch_begin", step % per_epoch))
-    may_change_all = callbacks.have_users("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
+    may_change_all = callbacks.run_users_code("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
     changeable = run.state.variables() if may_change_all else run.state.rates
     undo = _undoing(changeable if "told" in saved else {})
     tell(run, step, "on_train_begin")
     for method, number in again:
         tell(run, step, method, number)
     if changed := undo():
-        log.info(f"the callbacks changed {listed(changed)} as the run resumed; the values of the checkpoint are kept")
+        log.info(f"resumed with the values of the checkpoint, not with what callbacks have just set: {listed(changed)}")
     callbacks.restore(saved, step)
     for method, number in new:
         tell(run, step, method, number)

@@ -58,6 +58,8 @@ def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: 
     last = one["told"][-2][2]
     assert {"loss", "val_loss"} <= last.keys()
     assert (last["loss"], last["val_loss"]) == (one["train"]["loss"], one["eval"]["loss"])
+    added = last.pop("learning_rate")  # by ReduceLROnPlateau, for those after it
+    assert added == pytest.approx(one["train"]["learning_rate"], rel=1e-6)
     assert one["told"][-1][2] == last
 
 
