@@ -110,9 +110,10 @@ def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
     if not is_remote(folder):
         others = [name for name in loose_files(folder) if not fnmatch.fnmatchcase(name, pattern)]
         subfolders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-        return others + [
-            f"{name}/" for name in subfolders if _record_files(os.path.join(folder, name), pattern, storage)
-        ]
+        for name in subfolders:
+            with contextlib.suppress(OSError):  # it is not read: there may be no right to, as in lost+found
+                others += [f"{name}/"] * bool(_record_files(os.path.join(folder, name), pattern, storage))
+        return others
     # Whether a name is that of a folder would take a request for each; those of files have a suffix.
     names = [name for name in storage.names(folder) if "." in name and not fnmatch.fnmatchcase(name, pattern)]
     return [name for name in names if not is_no_record(name)]
@@ -165,8 +166,6 @@ def _fits(path: str, is_folder: bool, pattern: str, storage: Storage) -> bool:
 
 
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    if not is_remote(folder):
-        return storage.glob(os.path.join(glob.escape(folder), pattern))
     names = fnmatch.filter(storage.names(folder), pattern)
     return [os.path.join(folder, name) for name in names if not name.startswith(".")]  # as glob does
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fnmatch
 import functools
 import glob
 import hashlib
@@ -149,7 +150,7 @@ class Storage:
     def __init__(self, retry_s: float = DataConfig.retry_s) -> None:
         """retry_s: how long a request to a remote file system that fails is repeated."""
         self._retries = Retries(retry_s)
-        self._names: dict[str, list[str]] = {}
+        self._listed: dict[str, dict[str, bool]] = {}
         self._versions: dict[str, str] = {}
         """By URL, as the store compares it."""
 
@@ -174,22 +175,77 @@ class Storage:
 
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
-        if not is_remote(folder):
-            return sorted(os.listdir(folder))
-        if folder not in self._names:
-            paths = self._request(folder, lambda system, place: system.ls(place, detail=False))
-            folder_path = open_file_system(folder).path.rstrip("/")
-            # Some stores list an object for the folder.
-            entries = {str(path).rstrip("/") for path in paths} - {folder_path}
-            self._names[folder] = sorted(path.rpartition("/")[2] for path in entries)
-        return self._names[folder]
+        return sorted(self._list_remote(folder) if is_remote(folder) else os.listdir(folder))
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the paths that fit a pattern, sorted."""
-        if not is_remote(pattern):
-            return sorted(glob.glob(pattern, recursive=True))
-        prefix = open_file_system(pattern).prefix
-        return sorted(f"{prefix}{path}" for path in self._request(pattern, lambda system, place: system.glob(place)))
+        """Return the paths that fit a pattern, sorted: what glob.glob finds with `recursive`, also in a remote folder.
+
+        Raises OSError for a folder that cannot be read. glob.glob, and drivers, leave out what is in it.
+        """
+        return sorted(filter(None, self._matches(pattern, only_folders=False)))
+
+    def _matches(self, pattern: str, *, only_folders: bool) -> Iterator[str]:
+        folder, name = os.path.split(pattern)
+        if not glob.has_magic(pattern) or (is_remote(pattern) and parent(pattern) is None):  # a store lists no buckets
+            yield from self._existing(pattern)
+            return
+        folders = list(self._matches(folder, only_folders=True)) if glob.has_magic(folder) else [folder]
+        if name == "**":
+            yield from (os.path.join(place, "") for place in folders)
+            yield from self._below(folders, only_folders=only_folders)
+        elif glob.has_magic(name):
+            for place, listed in zip(folders, map_paths(self._entries, folders), strict=True):
+                entries = [entry for entry in listed if name[0] == "." or entry[0][0] != "."]
+                names = fnmatch.filter([base for base, is_folder in entries if not only_folders or is_folder()], name)
+                yield from (os.path.join(place, base) for base in names)
+        else:
+            for found in map_paths(self._existing, [os.path.join(place, name) for place in folders]):
+                yield from found
+
+    def _below(self, folders: Sequence[str], *, only_folders: bool) -> Iterator[str]:
+        while folders:
+            inner = []
+            for place, entries in zip(folders, map_paths(self._entries, folders), strict=True):
+                for name, is_folder in entries:
+                    if name[0] == ".":
+                        continue
+                    path = os.path.join(place, name)
+                    if is_folder():
+                        inner.append(path)
+                    elif only_folders:
+                        continue
+                    yield path
+            folders = inner
+
+    def _existing(self, path: str) -> list[str]:
+        """Return the path in a list, or an empty list."""
+        if is_remote(path):
+            return [path] if self.exists(path) else []
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path]
+
+    def _entries(self, folder: str) -> list[tuple[str, Callable[[], bool]]]:
+        """Return the name of each entry of a folder, and what tells whether it is a folder; none if this is none."""
+        try:
+            if is_remote(folder):
+                return [(name, partial(bool, is_folder)) for name, is_folder in self._list_remote(folder).items()]
+            with os.scandir(folder or ".") as entries:
+                return [(entry.name, entry.is_dir) for entry in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _list_remote(self, folder: str) -> dict[str, bool]:
+        """Return by name whether an entry is a folder."""
+        if folder not in self._listed:
+            entries = self._request(folder, lambda system, place: system.ls(place, detail=True))
+            folder_path = open_file_system(folder).path.rstrip("/")
+            by_path = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in entries}
+            by_path.pop(folder_path, None)  # some stores list an object for the folder
+            self._listed[folder] = {path.rpartition("/")[2]: is_folder for path, is_folder in by_path.items()}
+        return self._listed[folder]
 
     def read_all(self, path: str) -> bytes:
         if is_remote(path):

@@ -5,9 +5,9 @@ Without labels, as `predict` reads them: the images of a folder, of a glob, or o
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from horovod_train.data.files import is_no_record, left_out_note
 from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage import Storage
-from horovod_train.errors import UserError, reading
+from horovod_train.data.storage import DEFAULT, Storage
+from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
 
 
@@ -93,16 +93,26 @@ def _raise(error: OSError) -> None:
 
 def images_at(path: str) -> tuple[list[str], list[str]]:
     """Return the image files that a local path stands for, and the other files of a folder; hidden ones aside."""
-    if os.path.isdir(path):
-        with reading(path):
+    try:
+        if os.path.isdir(path):
             walked = list(os.walk(path, onerror=_raise))
-        found = [os.path.join(folder, name) for folder, _, names in walked for name in names]
-        hidden = f"{os.sep}."
-        found = sorted(file for file in found if hidden not in file[len(path) :] and os.path.isfile(file))
-        found = [file for file in found if not is_no_record(os.path.basename(file))]
-    else:
-        found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path)))
+            found = [os.path.join(folder, name) for folder, _, names in walked for name in names]
+            hidden = f"{os.sep}."
+            found = sorted(file for file in found if hidden not in file[len(path) :])
+            found = [file for file in found if not is_no_record(os.path.basename(file))]
+        else:
+            found = [path] if os.path.isfile(path) else DEFAULT.glob(path)
+        found = list(filter(_is_regular, found))
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}.") from error
     return [file for file in found if _is_image(file)], [file for file in found if not _is_image(file)]
+
+
+def _is_regular(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:  # a link to nothing
+        return False
 
 
 def are_images(paths: Sequence[str], storage: Storage) -> bool:

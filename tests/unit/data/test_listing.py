@@ -1,0 +1,123 @@
+"""What folders and globs stand for: what Python's glob finds, and an error in place of fewer files."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from horovod_train.data.files import list_files
+from horovod_train.data.random_access.images import images_at
+from horovod_train.data.storage import Storage
+from horovod_train.errors import RunError
+
+FILES = (
+    *("a/1.tfrecord", "a/b/2.tfrecord", "a/.b/3.tfrecord", "a/.4.tfrecord"),
+    *("c/b/5.tfrecord", "[c]/6.tfrecord", "7.md"),
+)
+PATTERNS = (
+    *("*", "*/*.tfrecord", "**/*.tfrecord", "a/**", "**/b/*", "*/b/[2-5].tfrecord", "a/.*", "a/.*/*", "*/1.tfrecord"),
+    *("[[]c]/*", "[c]/*/*", "no/*", "*/no/*", "7.md/*", "*/1.tfrecord/*", "a*/", "**", "**/**/2*", "a/b", "a/no"),
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in FILES:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).touch()
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_stands_for_what_pythons_glob_finds(
+    pattern: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "link").symlink_to("a")
+    (tree / "broken").symlink_to("nowhere")
+    for place in (str(tree / pattern), pattern):
+        monkeypatch.chdir(tree)
+        assert Storage().glob(place) == sorted(glob.glob(place, recursive=True))
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if not pattern.endswith(("/", "**"))])
+def test_it_stands_for_the_same_in_a_store(pattern: str, tree: Path) -> None:
+    url = f"memory://{tree.parent.name}/tree"
+    for name in FILES:
+        fsspec.filesystem("memory").pipe(f"{url}/{name}", b"")
+    found = [path.removeprefix(url) for path in Storage().glob(f"{url}/{pattern}")]
+    assert found == [path.removeprefix(str(tree)) for path in Storage().glob(str(tree / pattern))]
+
+
+def broken_at(folder: str, number: int) -> Callable[..., Any]:
+    """Lists folders as the system does, but this one breaks off at its first name."""
+    scandir = os.scandir
+
+    class Listed:
+        def __init__(self, path: Any = ".") -> None:
+            self.path, self.entries = str(path), scandir(path)
+
+        def __iter__(self) -> Iterator[Any]:
+            for entry in self.entries:
+                if self.path.rstrip("/") == folder:
+                    raise OSError(number, os.strerror(number), folder)
+                yield entry
+
+        def __enter__(self) -> Listed:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.entries.close()
+
+    return Listed
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("pattern", ["*/*.tfrecord", "**/*.tfrecord", "*/b/*", "a/*", "a/*/*"])
+def test_a_folder_that_cannot_be_read_is_an_error(
+    pattern: str, number: int, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tree / "a" if "b" not in pattern else tree / "a" / "b")
+    monkeypatch.setattr(os, "scandir", broken_at(folder, number))
+    with pytest.raises(RunError) as raised:
+        list_files([str(tree / pattern)], "data.train", ["*.tfrecord*"])
+    assert str(raised.value) == f"data.train: {folder} cannot be read: {os.strerror(number)}."
+
+
+def test_images_of_a_glob_are_an_error_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(tree / "c")
+    monkeypatch.setattr(os, "scandir", broken_at(folder, errno.EIO))
+    with pytest.raises(RunError, match=f"{folder}: cannot be read: Input/output error"):
+        images_at(str(tree / "*/*"))
+
+
+@pytest.mark.parametrize("pattern", ["*/*.tfrecord", "**/*.tfrecord", "*/b/*.tfrecord"])
+def test_a_folder_that_a_store_does_not_list_is_an_error(
+    pattern: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, kind = f"memory://{tree.parent.name}/store", type(fsspec.filesystem("memory"))
+    for name in FILES:
+        fsspec.filesystem("memory").pipe(f"{url}/{name}", b"")
+    ls, folder = kind.ls, f"{url}/a/b" if "b" in pattern else f"{url}/a"
+
+    def fail(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        if folder.endswith(path.rstrip("/")):
+            raise PermissionError("Access Denied")
+        return ls(self, path, *arguments, **options)
+
+    monkeypatch.setattr(kind, "ls", fail)
+    with pytest.raises(RunError, match=re.escape(f"data.train: {folder} cannot be read: Access Denied.")):
+        list_files([f"{url}/{pattern}"], "data.train", ["*.tfrecord*"])
+
+
+def test_a_folder_beside_records_that_cannot_be_read_is_not_theirs(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system of its own has lost+found, which only its administrator reads."""
+    monkeypatch.setattr(os, "scandir", broken_at(str(tree / "a" / "b"), errno.EACCES))
+    assert list_files([str(tree / "a")], "data.train", ["*.tfrecord*"]).files == [str(tree / "a" / "1.tfrecord")]
