@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,13 @@ class UserError(RunError):
     """Bad config, arguments or data: the line says where, what was expected, what came and what to do."""
 
     exit_code = 2
+
+
+class ReadFailed(RunError):
+    """Something cannot be read for a reason that may pass, such as a server that does not answer: start again.
+
+    Not a UserError, after which no launcher starts a run again.
+    """
 
 
 class InUse(RunError):
@@ -75,9 +83,23 @@ class FailedElsewhere(AlreadySaid):
     """Another rank failed and has reported why; this one exits silently."""
 
 
+_PASSING = {
+    *(errno.EIO, errno.ESTALE),
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+}
+"""What file systems over a network give while their server does not answer."""
+
+
+def unreadable(error: BaseException) -> type[RunError]:
+    """Return the class of the error to raise for what cannot be read, by why it cannot: ReadFailed or UserError."""
+    may_pass = isinstance(error, TimeoutError | ConnectionError)
+    may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
+    return ReadFailed if may_pass else UserError
+
+
 @contextmanager
 def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
-    """Raise UserError in a block that reads a file, or a folder, if it cannot be read.
+    """Raise UserError, or ReadFailed, in a block that reads a file, or a folder, if it cannot be read.
 
     when: after "cannot be read" in the error. text: whether the file must be UTF-8.
     """
@@ -88,7 +110,7 @@ def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
             raise
         raise UserError(f"{path}: cannot be read{when}: not UTF-8 text.") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read{when}: {error.strerror or error}.") from error
+        raise unreadable(error)(f"{path}: cannot be read{when}: {error.strerror or error}.") from error
 
 
 def one_line(error: object) -> str:

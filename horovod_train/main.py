@@ -32,7 +32,7 @@ from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.errors import AlreadySaid, ReadFailed, RunError, UserError
 from horovod_train.output import logs
 from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
 from horovod_train.output.run_dir import check_writable
@@ -176,18 +176,18 @@ def _cache_folder() -> Path | None:
 
 @contextmanager
 def _root_speaks_first() -> Iterator[None]:
-    """Let root report a UserError first. Bad arguments are the same on all ranks: the launcher ends the others.
+    """Let root report an error first that all ranks have, such as bad arguments: the launcher ends the others.
 
     A rank whose arguments differ from root's reports later.
     """
     try:
         yield
-    except UserError as error:
+    except (UserError, ReadFailed) as error:
         rank = _rank()
         if rank == 0:
             raise
         time.sleep(launcher.ROOT_REPORTS_FIRST_S)
-        raise UserError(f"rank {rank} ({socket.gethostname()}): {error}") from error
+        raise type(error)(f"rank {rank} ({socket.gethostname()}): {error}") from error
 
 
 def _rank() -> int:

@@ -66,6 +66,11 @@ class OpenFiles:
                 file.users -= 1
                 self._close_oldest(self._max_open)
 
+    def forget(self, path: str) -> None:
+        """Open a file anew at its next use. Reads under way end on the descriptor that they have."""
+        with self._lock:
+            self._files.pop(path, None)
+
     def _acquire(self, path: str) -> _OpenFile:
         with self._lock:
             file = self._files.get(path)

@@ -42,7 +42,7 @@ from horovod_train.data.files import record_folders
 from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.sampler import Plan
 from horovod_train.data.source import Blocks, split_records
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 from horovod_train.output import logs
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
@@ -192,7 +192,7 @@ def check_records(config: DataConfig) -> Report:
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         if len(readable) == len(split_files.files):
             check_counts(records, paths)
-    except UserError as error:
+    except RunError as error:
         report.bad.append(str(error))
     if report.records:
         _read_all(records, config, report)

@@ -57,7 +57,7 @@ from horovod_train.data.dataset import (
     with_inputs_of,
 )
 from horovod_train.data.sampler import Plan, padding_share
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 from horovod_train.output import logs
 
@@ -139,10 +139,10 @@ def _look(
 
 
 def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
-    """Return the result; if it is a UserError, add its sentence to `faults`."""
+    """Return the result; if it is a RunError, add its sentence to `faults`."""
     try:
         return do()
-    except UserError as error:
+    except RunError as error:
         faults.append(str(error))
         return None
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from horovod_train.config.settings import Spec
-from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.errors import RunError, UserError, one_line, unreadable
 from horovod_train.shown_text import listed
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
@@ -153,7 +153,7 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         is_refusal = ":" not in spec.name and isinstance(error, TypeError | ValueError)  # by a class of Keras
         kind = "" if is_refusal else f"{type(error).__name__}: "
         given = f" with options {spec.options}" if spec.options else ""
-        raise UserError(
+        raise unreadable(error)(
             f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}{_advice(error)}"
         ) from error
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from horovod_train.config.paths import is_remote
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, unreadable
 from horovod_train.output.removal import Artifact, remove
 from horovod_train.shown_text import listed
 
@@ -61,7 +61,7 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
             for path, is_folder in entries
         ]
     except OSError as error:
-        raise UserError(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
+        raise unreadable(error)(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
     files = [name for names in lists for name in names]
     check_named_once(files, setting)
     for name in files:

@@ -21,19 +21,21 @@ import io
 import logging
 import os
 import random
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
-from horovod_train.errors import UserError, one_line, reading
+from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, unreadable
 from horovod_train.output.logs import ANY_RANK
 
 _REMOTE_FILES = 32  # requested at the same time
@@ -140,6 +142,20 @@ def read_at(fd: int, length: int, offset: int) -> bytes:
     return data
 
 
+def reopen_if_stale(read: Callable[[], T], forget: Callable[[], None] = lambda: None) -> T:
+    """Return what `read` returns; call it once more if its file's handle is stale, as after its server was restarted.
+
+    forget: is called before, to close the file.
+    """
+    try:
+        return read()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    forget()
+    return read()
+
+
 class Storage:
     """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing.
 
@@ -166,12 +182,12 @@ class Storage:
     def is_folder(self, path: str) -> bool:
         if is_remote(path):
             return bool(self._request(path, lambda system, place: system.isdir(place)))
-        return os.path.isdir(path)
+        return stat.S_ISDIR(_mode(path))
 
     def exists(self, path: str) -> bool:
         if is_remote(path):
             return bool(self._request(path, lambda system, place: system.exists(place)))
-        return os.path.exists(path)
+        return bool(_mode(path))
 
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
@@ -250,16 +266,13 @@ class Storage:
     def read_all(self, path: str) -> bytes:
         if is_remote(path):
             return self.read(path, 0, self.stamp(path).size)
-        with open(path, "rb") as file:
-            return file.read()
+        return reopen_if_stale(Path(path).read_bytes)
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """Return bytes of a file; of a local one fewer at its end. A remote one must have them all."""
         if is_remote(path):
             return bytes(self._request(path, partial(self._fetch, path, offset, length))) if length else b""
-        # Opened again each time, because there may be more files than a process may have open.
-        with open(path, "rb", buffering=0) as file:
-            return read_at(file.fileno(), length, offset)
+        return reopen_if_stale(partial(_read_local, path, offset, length))
 
     def _fetch(self, url: str, offset: int, length: int, system: Any, place: str) -> bytes:
         """Make one request for bytes of a remote file. Raises OSError if another number of bytes came."""
@@ -304,6 +317,22 @@ class Storage:
         """Return the answer of a remote file system: (file system, path in it) → answer."""
         system = open_file_system(url)
         return self._retries.call(url, lambda: request(system.system, system.path))
+
+
+def _mode(path: str) -> int:
+    """Return the mode of a local file or folder, 0 where there is none. Raises OSError where none can know it now."""
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        if unreadable(error) is ReadFailed:
+            raise
+        return 0
+
+
+def _read_local(path: str, offset: int, length: int) -> bytes:
+    # Opened again each time, because there may be more files than a process may have open.
+    with open(path, "rb", buffering=0) as file:
+        return read_at(file.fileno(), length, offset)
 
 
 class _ReadAhead:
@@ -393,7 +422,7 @@ def open_file_system(url: str) -> FileSystem:
         # A cached listing would hide that files have changed.
         options = _s3_options(fsspec) if scheme == "s3" else {}
         system, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
-    except (UserError, MemoryError):
+    except (RunError, MemoryError):
         raise
     except Exception as error:  # a driver may raise anything, such as for a profile that does not exist
         raise UserError(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
@@ -425,13 +454,13 @@ class Retries:
     def call(self, url: str, request: Callable[[], T]) -> T:
         """Return what the request returns. Raises OSError, with its text, for a failure that does not pass.
 
-        A UserError of the request is raised as it is.
+        A RunError of the request is raised as it is.
         """
         began, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
                 answer = request()
-            except UserError:
+            except RunError:
                 raise
             except Exception as error:  # drivers raise classes of their own
                 tried_s = time.monotonic() - began
@@ -481,7 +510,7 @@ def as_os_error(error: BaseException, url: str) -> OSError:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
     if isinstance(error, PermissionError):
         return PermissionError(errno.EACCES, describe(error), url)
-    return OSError(errno.EIO, describe(error), url)
+    return OSError(errno.EINVAL, describe(error), url)
 
 
 def describe(error: BaseException) -> str:
@@ -499,14 +528,14 @@ class Pages:
     """Reads pieces of a remote file, and caches the pages that contain short pieces. Several threads may use it."""
 
     def __init__(self, storage: Storage, url: str, max_pages: int = 4) -> None:
-        """max_pages: cached pages, of 256 KiB each. Raises UserError for a file that cannot be read."""
+        """max_pages: cached pages, of 256 KiB each. Raises UserError, or ReadFailed, for a file that cannot be read."""
         self._storage, self.url = storage, url
         self._page = functools.lru_cache(max_pages)(lambda number: self.read(number * _PAGE, _PAGE))
         with reading(url):
             self.size = storage.stamp(url).size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes in one request, fewer at the end of the file. Raises UserError."""
+        """Return bytes in one request, fewer at the end of the file. Raises UserError, or ReadFailed."""
         with reading(self.url, " any more"):
             return self._storage.read(self.url, offset, max(min(length, self.size - offset), 0))
 
@@ -520,7 +549,7 @@ class Pages:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file that is open for reading. Methods raise UserError if it cannot be read.
+    """A remote file that is open for reading. Methods raise UserError, or ReadFailed, if it cannot be read.
 
     Only one thread at a time may seek and read. All may use `loaded` at the same time.
     """

@@ -23,7 +23,7 @@ from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.batch_source import Batch, BatchSource, StepRange, iterate, prefetch_to
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, RunError, UserError, unreadable
 
 _CHUNK_RECORDS = 1024
 """Most records that go from Python into TensorFlow at the same time."""
@@ -192,13 +192,14 @@ class Stream:
 
     @contextmanager
     def explaining(self, epoch: int) -> Iterator[None]:
-        """Raise UserError that names the call, in place of what the user's code raises in the block."""
+        """Raise UserError, or ReadFailed, that names the call, in place of what the user's code raises in the block."""
         try:
             yield
-        except (UserError, MemoryError):
+        except (RunError, MemoryError):
             raise
         except Exception as error:
-            raise UserError(f"{WHERE}: {self.name(epoch)}: {_describe(error)}.") from error
+            kind = ReadFailed if isinstance(error, tf.errors.UnavailableError) else unreadable(error)
+            raise kind(f"{WHERE}: {self.name(epoch)}: {_describe(error)}.") from error
 
     def _call(self, epoch: int) -> tf.data.Dataset | None:
         arguments = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self._training}

@@ -11,7 +11,7 @@ from horovod_train.config.registry import import_extra
 from horovod_train.data.files import left_out_note, loose_files
 from horovod_train.data.prepare.writing import Kind, Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Feature, Schema
-from horovod_train.errors import UserError, one_line, reading
+from horovod_train.errors import RunError, UserError, one_line, reading
 from horovod_train.output.console import to_stdout
 from horovod_train.shown_text import listed
 
@@ -115,7 +115,7 @@ def _read(path: Path, channels: int) -> bytes:
         return path.read_bytes()
     except pillow.UnidentifiedImageError as error:
         raise UserError(f"{path}: is no JPEG, PNG, WebP, BMP or GIF. Remove it or put an image there.") from error
-    except (UserError, MemoryError):
+    except (RunError, MemoryError):
         raise
     except Exception as error:  # Pillow raises whatever a damaged file, or one with much beside its pixels, leads to
         raise UserError(f"{path}: cannot be read as an image: {one_line(error)}.") from error

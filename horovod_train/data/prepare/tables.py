@@ -14,7 +14,7 @@ import numpy as np
 from horovod_train.data.prepare.writing import Kind, add_split_arguments, encode_rows, split_by_fraction, write_dataset
 from horovod_train.data.schema import Feature, RawDtype, Schema
 from horovod_train.data.storage import DEFAULT, Storage
-from horovod_train.errors import UserError, reading
+from horovod_train.errors import RunError, UserError, reading
 
 Arrays = dict[str, np.ndarray]
 
@@ -105,7 +105,7 @@ def _load_arrays(arguments: argparse.Namespace, path: str) -> Arrays:
                 with np.load(path, allow_pickle=False) as saved:
                     _check_names(arguments, path, arguments.inputs, saved.files)
                     arrays = {name: saved[name] for name in names}
-    except UserError:
+    except RunError:
         raise
     except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
         raise UserError(f"{path}: is not an npz file of plain arrays, nor a folder of npy files.") from error

@@ -23,10 +23,11 @@ from horovod_train.data.random_access.store import (
     check_local,
     even_blocks,
     objects,
+    raise_if_of_the_system,
 )
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import RunError, UserError, one_line, unreadable
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
@@ -46,10 +47,10 @@ class _Batches(FileStore):
             schema, counts, size = self._open()
             self._names = request.choose(schema.names, path)
             check_types(schema, self._names, path)
-        except UserError:
+        except RunError:
             raise
         except Exception as error:  # pyarrow raises whatever a damaged file leads to, also for names that are not UTF-8
-            raise UserError(f"{path}: cannot be read as {self.form}: {one_line(error)}.") from error
+            raise unreadable(error)(f"{path}: cannot be read as {self.form}: {one_line(error)}.") from error
         self.blocks = blocks_of([count for count in counts if count], size)
         self._numbers = [number for number, count in enumerate(counts) if count]
 
@@ -63,9 +64,10 @@ class _Batches(FileStore):
         start, number = int(starts[batch]), self._numbers[batch]
         try:
             return to_arrays(self._read_batch(number, last - start).slice(first - start))
-        except (UserError, MemoryError):
+        except (RunError, MemoryError):
             raise
         except Exception as error:  # of pyarrow, and of what it reads through
+            raise_if_of_the_system(error, self.name(first))
             readable = self._count_readable(number, last - start)
             raise UnreadableFrom(max(start + readable, first)) from error
 
@@ -76,9 +78,10 @@ class _Batches(FileStore):
             middle = (readable + count) // 2
             try:
                 to_arrays(self._read_batch(number, middle))
-            except (UserError, MemoryError):
+            except (RunError, MemoryError):
                 raise
-            except Exception:
+            except Exception as error:
+                raise_if_of_the_system(error, self.path)
                 count = middle
             else:
                 readable = middle
@@ -262,7 +265,7 @@ class HuggingFaceFolder(FileStore):
         try:
             dataset = datasets.load_from_disk(path)
         except Exception as error:  # datasets and pyarrow raise whatever damaged files lead to
-            raise UserError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
+            raise unreadable(error)(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
         self._names = request.choose(dataset.column_names, path)
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)

@@ -15,7 +15,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, Range, RemoteFile
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import RunError, UserError, one_line, unreadable
 
 _PAGES = 64
 """To cache of a remote file: for the structure of HDF5, and for text and lists of any length."""
@@ -113,9 +113,9 @@ def open_hdf5(file: Any, name: str, kind: str = "HDF5", **options: Any) -> tuple
     except Exception as error:  # h5py raises whatever a damaged file leads to
         if opened is not None:
             opened.close()
-        if isinstance(error, UserError):
+        if isinstance(error, RunError):
             raise
-        raise UserError(f"{name}: cannot be read as {kind}: {one_line(error)}.") from error
+        raise unreadable(error)(f"{name}: cannot be read as {kind}: {one_line(error)}.") from error
 
 
 def _walk(root: Any, name: str) -> Iterator[tuple[str, Any]]:

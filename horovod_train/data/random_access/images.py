@@ -19,7 +19,7 @@ from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, l
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import DEFAULT, Storage
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, unreadable
 from horovod_train.shown_text import listed
 
 
@@ -104,7 +104,7 @@ def images_at(path: str) -> tuple[list[str], list[str]]:
             found = [path] if os.path.isfile(path) else DEFAULT.glob(path)
         found = list(filter(_is_regular, found))
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+        raise unreadable(error)(f"{error.filename}: cannot be read: {error.strerror}.") from error
     return [file for file in found if _is_image(file)], [file for file in found if not _is_image(file)]
 
 
@@ -156,5 +156,4 @@ def is_image_folder(path: str, storage: Storage) -> bool:
 def read_file(path: str, stamps: FileStamps) -> bytes:
     """Return what a file holds. Raises UserError if it has changed since it was listed."""
     stamps.check(path)
-    with open(path, "rb") as file:
-        return file.read()
+    return DEFAULT.read_all(path)

@@ -22,7 +22,7 @@ from horovod_train.data.files import check_regular, left_out_note, loose_files
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.errors import UserError, one_line, reading
+from horovod_train.errors import RunError, UserError, one_line, reading
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
 
@@ -54,7 +54,7 @@ class NumpyArrays(FileStore):
         try:
             with reading(path):
                 by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
-        except UserError:
+        except RunError:
             raise
         except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
             reason = one_line(error) or type(error).__name__

@@ -33,12 +33,13 @@ from horovod_train.data.random_access.store import (
     Request,
     Store,
     describe_error,
+    raise_if_of_the_system,
     read_block,
 )
 from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
-from horovod_train.errors import UserError, reading
+from horovod_train.errors import RunError, UserError, reading
 from horovod_train.output.console import track
 from horovod_train.output.files import write_atomically
 from horovod_train.output.removal import Artifact
@@ -143,9 +144,10 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
     for record in range(min(store.blocks.num_records, _TRIED_RECORDS)):
         try:
             arrays = store.read(record, record + 1)
-        except (UserError, MemoryError):
+        except (RunError, MemoryError):
             raise
         except Exception as error:
+            raise_if_of_the_system(error, store.name(record))
             failure = failure or error
             continue
         assert isinstance(arrays, dict), "serialized records do not describe themselves"

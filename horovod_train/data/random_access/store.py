@@ -18,13 +18,12 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import raised_at
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadedBlock, split_records
-from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged
-from horovod_train.errors import UserError, one_line, reading
+from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, describe
+from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, unreadable
 from horovod_train.shown_text import listed
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
-_NOT_OF_A_RECORD = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
-"""Errors of the system, by which good records would count as bad ones."""
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _MAX_BLOCKS = 4_000_000
 _MAX_RECORDS = 1 << 36
 """Of one entry: a file can declare any number of rows that take no bytes, but a block of 256 takes some."""
@@ -203,6 +202,13 @@ def describe_error(error: BaseException) -> str:
     return ": ".join(filter(None, (type(error).__name__, text))) + raised_at(error)
 
 
+def raise_if_of_the_system(error: BaseException, record: str) -> None:
+    """Raise UserError or ReadFailed for an error of the system, by which good records would count as bad ones."""
+    kind = unreadable(error)
+    if kind is ReadFailed or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        raise kind(f"{record}: cannot be read: {describe(error)}.") from error
+
+
 def stack(values: Sequence[Any]) -> np.ndarray:
     """Return one array of the values of some records: of objects if they are texts, or differ in shape or dtype."""
     if len(values) == 1 and not isinstance(values[0], bytes | str):
@@ -239,15 +245,14 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
     """
     try:
         return store.read(first, last), {}
-    except (UserError, MemoryError):
+    except (RunError, MemoryError):
         raise
     except UnreadableFrom as error:
         why, good = describe_error(error), error.record - first
         rows = split_records(store.read(first, error.record)) if good else []
         return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
     except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
-        if isinstance(error, OSError) and error.errno in _NOT_OF_A_RECORD:
-            raise UserError(f"{store.name(first)}: cannot be read: {error.strerror}.") from error
+        raise_if_of_the_system(error, store.name(first))
         if last - first == 1:
             return [{}], {0: describe_error(error)}
     results = [_read(store, record, record + 1) for record in range(first, last)]

@@ -12,9 +12,16 @@ import numpy as np
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import Spec
-from horovod_train.data.random_access.store import Request, describe_error, even_blocks, single_blocks, stack
+from horovod_train.data.random_access.store import (
+    Request,
+    describe_error,
+    even_blocks,
+    raise_if_of_the_system,
+    single_blocks,
+    stack,
+)
 from horovod_train.data.source import Arrays
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError, unreadable
 
 SAMPLED_RECORDS = 64
 """The number of records that identify a source without `fingerprint`."""
@@ -32,7 +39,7 @@ class UsersStore:
         try:
             count = len(self._records)
         except Exception as error:
-            raise UserError(f"{self._where}: its __len__ raises {describe_error(error)}.") from error
+            raise unreadable(error)(f"{self._where}: its __len__ raises {describe_error(error)}.") from error
         self._reads_many = callable(getattr(self._records, "read", None))
         record_bytes = self._first_bytes(count) if count else 0.0
         if self._reads_many:
@@ -80,14 +87,15 @@ class UsersStore:
         for record in dict.fromkeys([0, count - 1]):
             try:
                 sizes.append(float(sum(_bytes_of(value) for value in self.read(record, record + 1).values())))
-            except UserError:
+            except RunError:
                 raise
             except IndexError as error:
                 raise UserError(
                     f"{self._where}: its __len__ is {count}, but record {record} raises {describe_error(error)}. "
                     "Records are numbered from 0 to __len__ - 1."
                 ) from error
-            except Exception:
+            except Exception as error:
+                raise_if_of_the_system(error, self.name(record))
                 continue  # a bad record; data.on_bad_record says what to do about it
         return max(sizes)
 
@@ -121,7 +129,7 @@ class UsersStore:
         try:
             value = self._records.fingerprint()
         except Exception as error:
-            raise UserError(f"{self._where}: its fingerprint raises {describe_error(error)}.") from error
+            raise unreadable(error)(f"{self._where}: its fingerprint raises {describe_error(error)}.") from error
         if not isinstance(value, str) or not value:
             raise UserError(
                 f"{self._where}: its fingerprint must return a string that is not empty; received {value!r}."
@@ -134,9 +142,10 @@ class UsersStore:
         for record in np.unique(chosen[chosen < count]).tolist():
             try:
                 row = self.read(record, record + 1)
-            except UserError:
+            except RunError:
                 raise
             except Exception as error:  # reading it again raises the same
+                raise_if_of_the_system(error, self.name(record))
                 total.update(describe_error(error).encode())
                 continue
             for name, values in sorted(row.items()):
@@ -154,7 +163,7 @@ def _build_records(path: str, spec: Spec) -> Any:
         raise UserError(f"data.source: {spec.name} is no class, nor a function that returns records.")
     try:
         records = call(functools.partial(factory, path), spec, "data.source")
-    except UserError:
+    except RunError:
         raise
     except Exception as error:
         raise UserError(f"data.source: {spec.name} for {path} raises {describe_error(error)}.") from error

@@ -33,9 +33,9 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
-from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, resolved
+from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, reopen_if_stale, resolved
 from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, reading
 from horovod_train.open_files import OpenFiles
 from horovod_train.output.lease import boot_id
 from horovod_train.output.logs import ANY_RANK
@@ -139,7 +139,7 @@ class TFRecordBlocks:
 
     def _read_file(self, file: ScannedFile, offset: int, length: int) -> bytes:
         path, is_file_remote = file.path, is_remote(file.path)
-        try:
+        with reading(path, " any more"):
             if is_file_remote and path not in self._unchanged:  # once, because it takes a request
                 check_unchanged(path, file.size, file.mtime_ns, self._storage.stamp(path))
                 self._unchanged.add(path)
@@ -150,15 +150,18 @@ class TFRecordBlocks:
             elif is_file_remote:
                 data = self._storage.read(path, offset, length)
             else:
-                with self._files.opened(path) as fd:
-                    # If the file was replaced, this descriptor still reads the old one.
-                    check_unchanged(path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd)))
-                    data = read_at(fd, length, offset)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read any more: {error.strerror or error}.") from error
+                data = reopen_if_stale(
+                    partial(self._read_open, file, offset, length), forget=partial(self._files.forget, path)
+                )
         if len(data) < length:
             raise UserError(f"{path}: byte {offset}: {length} bytes expected, {len(data)} came.")
         return data
+
+    def _read_open(self, file: ScannedFile, offset: int, length: int) -> bytes:
+        with self._files.opened(file.path) as fd:
+            # If the file was replaced, this descriptor still reads the old one.
+            check_unchanged(file.path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd)))
+            return read_at(fd, length, offset)
 
 
 class StagedFiles:

@@ -140,7 +140,7 @@ def test_gone_for_ever_one_line_says_so_and_the_checkpoint_stays(
         server.stop()
         finished = job.result()
     server.start()  # for the fixture to stop
-    assert finished.returncode == 2, finished.text
+    assert finished.returncode == 1, finished.text  # not 2: launch starts it again
     errors = [line for line in finished.stderr.splitlines() if "tried for 15 s" in line]
     assert 1 <= len(errors) <= 2, finished.text  # ranks may both find out
     said = r"s3://bucket/samples/(train|eval)/\S+: cannot be read any more: .*tried for 15 s \(data\.retry_s\)\.$"

@@ -16,7 +16,7 @@ import pytest
 from horovod_train.data.files import list_files
 from horovod_train.data.random_access.images import images_at
 from horovod_train.data.storage import Storage
-from horovod_train.errors import RunError
+from horovod_train.errors import ReadFailed, RunError
 
 FILES = (
     *("a/1.tfrecord", "a/b/2.tfrecord", "a/.b/3.tfrecord", "a/.4.tfrecord"),
@@ -89,12 +89,13 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     with pytest.raises(RunError) as raised:
         list_files([str(tree / pattern)], "data.train", ["*.tfrecord*"])
     assert str(raised.value) == f"data.train: {folder} cannot be read: {os.strerror(number)}."
+    assert raised.value.exit_code == (1 if number == errno.EIO else 2)
 
 
 def test_images_of_a_glob_are_an_error_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tree / "c")
     monkeypatch.setattr(os, "scandir", broken_at(folder, errno.EIO))
-    with pytest.raises(RunError, match=f"{folder}: cannot be read: Input/output error"):
+    with pytest.raises(ReadFailed, match=f"{folder}: cannot be read: Input/output error"):
         images_at(str(tree / "*/*"))
 
 

@@ -23,7 +23,7 @@ from horovod_train.data.dataset import open_records
 from horovod_train.data.files import INDEX_NAME, paths_beside
 from horovod_train.data.storage import Retries, Storage
 from horovod_train.data.tfrecord.index import load_entries
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError
 
 NUMBERS = itertools.count()
 
@@ -185,7 +185,7 @@ def test_a_request_that_fails_for_good_ends_the_reading_in_one_line(
 ) -> None:
     made = pipeline(data(store, tmp_path, retry_s=0.3))
     asked.append(failing(10**9, lambda: OSError(errno.EIO, "Internal\n Error")))
-    with pytest.raises(UserError) as raised, made.explaining():
+    with pytest.raises(ReadFailed) as raised, made.explaining():
         list(made.batches(0, 0, 1))
     said = str(raised.value)
     assert "\n" not in said

@@ -17,14 +17,17 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from made_records import config
-from made_stores import write_npy
+from made_stores import write_hdf5, write_npy, write_parquet
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access import store
+from horovod_train.data.random_access.arrow import ParquetFile
+from horovod_train.data.random_access.source import _first_record
+from horovod_train.data.random_access.store import even_blocks
 from horovod_train.data.schema import load_schema
 from horovod_train.data.storage import DEFAULT
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, RunError, UserError
 
 FIVE = {"x": np.arange(10.0, dtype=np.float32).reshape(5, 2), "y": np.arange(5)}
 
@@ -265,21 +268,48 @@ def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_p
             load_schema(str(tmp_path / "dataset.json"))
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE])
-def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int) -> None:
+@pytest.mark.parametrize(("number", "exit_code"), [(errno.ESTALE, 1), (errno.EIO, 1), (errno.EMFILE, 2)])
+def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int, exit_code: int) -> None:
     """With on_bad_record: skip, good records would be left out for as long as it lasts."""
 
     def read(first: int, last: int) -> Any:
         raise OSError(number, os.strerror(number))
 
     class Failing:
+        blocks = even_blocks(8, 8)
+
         def name(self, record: int) -> str:
             return f"x.npy, record {record}"
 
     failing: Any = Failing()
     failing.read = read
-    with pytest.raises(UserError, match=rf"^x\.npy, record 4: cannot be read: {os.strerror(number)}\.$"):
+    with pytest.raises(RunError, match=rf"^x\.npy, record 4: cannot be read: {os.strerror(number)}\.$") as raised:
         store._read(failing, 4, 8)
+    assert raised.value.exit_code == exit_code
+    with pytest.raises(RunError) as raised:
+        _first_record(failing)
+    assert raised.value.exit_code == exit_code
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_hdf5])
+def test_a_library_that_cannot_read_now_makes_no_record_a_bad_one(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, FIVE)
+    records = open_records(config(path, on_bad_record="skip"), "train")
+    load = records.source.open()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "[Errno 5] Error reading bytes from file")
+
+    monkeypatch.setattr(ParquetFile, "_read_batch", fail)
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", fail)
+    with pytest.raises(ReadFailed, match=rf"^{path}: record 0: cannot be read: .*Error reading bytes from file\.$"):
+        load(0)
+    monkeypatch.setattr(h5py, "File", fail)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", fail)
+    with pytest.raises(ReadFailed, match=rf"^{path}: cannot be read as "):
+        open_records(config(path), "train")
 
 
 def test_a_long_read_is_made_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

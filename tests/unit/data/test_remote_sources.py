@@ -27,7 +27,7 @@ from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access import hdf5
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError
 
 ROWS = [row(record) for record in range(RECORDS)]
 ARRAYS = {name: np.stack([one[name] for one in ROWS]) for name in ROWS[0]}
@@ -223,7 +223,7 @@ def test_requests_that_fail_are_repeated_and_end_the_reading_in_one_line(
 
     asked[:] = [fail]
     said = rf"^{url}\S*: cannot be read any more: Internal Error; tried for 0\.3 s \(data\.retry_s\)\.$"
-    with pytest.raises(UserError, match=said), again.explaining():  # what cannot be read now is no bad record
+    with pytest.raises(ReadFailed, match=said), again.explaining():  # what cannot be read now is no bad record
         list(again.batches(0, 0, 1))
 
 
