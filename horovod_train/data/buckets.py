@@ -52,6 +52,13 @@ class Buckets:
         column = np.ascontiguousarray(self.lengths[:, self.names.index(self.by)], "<i4")
         return hashlib.sha256(f"{self.by} {self.steps} ".encode() + column.tobytes()).hexdigest()
 
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two Buckets of the same lengths of all lists: only then do ranks cut them alike."""
+        return hashlib.sha256(
+            repr(self.names).encode() + np.ascontiguousarray(self.lengths, "<i4").tobytes()
+        ).hexdigest()
+
     def pool(self, step: int, full_steps: int) -> tuple[int, int]:
         """Return the steps [first, last) of the pool that a step is in; a partial last step is in none."""
         first = step // self.steps * self.steps
@@ -98,8 +105,8 @@ def find_buckets(source: RecordSource, digest: str, schema: Schema, config: Data
         )
     used = {*schema.inputs, *schema.targets, by}
     lists = {name: feature for name, feature in lists.items() if name in used}
-    # 2: files without the number held lengths of 0 for records that could not be read.
-    cache_key = hashlib.sha256(f"2 {digest} {lists!r}".encode()).hexdigest()[:16]
+    # 3: files of lower numbers may hold other lengths, of records that could not be read when they were measured.
+    cache_key = hashlib.sha256(f"3 {digest} {lists!r}".encode()).hexdigest()[:16]
     places = paths_in_cache(f"lengths-{cache_key}.npy", config.index_dir)
     lengths = _load(places, (source.blocks.num_records, len(lists)))
     if lengths is None:

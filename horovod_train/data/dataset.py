@@ -58,6 +58,8 @@ class Records:
     """The parts as they are stored, where the source repeats some records or leaves some out."""
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from, in the order of the records."""
+    lengths: str = ""
+    """Digest of the lengths of lists, which each host keeps, with data.bucket_by_length; "" without."""
 
     @property
     def num_records(self) -> int:
@@ -86,7 +88,12 @@ class Records:
         """Return what must be equal on all ranks, by name."""
         schema_without_counts = dataclasses.replace(self.schema, counts={})
         schema_digest = hashlib.sha256(dump_schema(schema_without_counts).encode()).hexdigest()
-        return {f"records of {self.setting}": self.digest, f"what a record of {self.setting} holds": schema_digest}
+        return {
+            f"records of {self.setting}": self.digest,
+            f"what a record of {self.setting} holds": schema_digest,
+            f"lengths of lists of {self.setting} (each host keeps them: remove lengths-*.npy from data.index_dir, or "
+            "from ~/.cache/horovod_train/index)": self.lengths,
+        }
 
 
 class OpenRecords(Protocol):

@@ -241,7 +241,9 @@ def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) ->
     for records in further:
         check_same_labels(records, first)
     if "train" in opened:
-        opened["train"].find_buckets(config)  # reads all records, unless that was done before
+        buckets = opened["train"].find_buckets(config)  # reads all records, unless that was done before
+        if buckets:
+            opened["train"] = dataclasses.replace(opened["train"], lengths=buckets.digest)
     return opened
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.sampler import Plan
 from horovod_train.data.sampler import padding_share as padding_share_of
 from horovod_train.data.source import mark_skipped
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError
+from horovod_train.training.open_run import _scan
 
 RECORDS, MOST = 1003, 60
 LENGTHS = np.random.default_rng(5).integers(0, MOST + 1, RECORDS)
@@ -183,6 +187,40 @@ def test_lengths_are_read_once_and_kept(folder: Path, tmp_path: Path, monkeypatc
     other = {**FEATURES, "words": {**FEATURES["words"], "padding": 0}}
     assert buckets_of(dataclasses.replace(data, features=other)).names == first.names
     assert measured == ["measured"] * 2
+
+
+def test_ranks_that_keep_other_lengths_are_told_apart_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """Lengths of lists that do not decide the order count too: all ranks cut all lists alike."""
+    data = data_of(folder, tmp_path)
+    facts = _scan(data, ["train"], needs_labels=True)["train"].facts
+    (kept,) = (tmp_path / "kept").glob("lengths-*.npy")
+    lengths = np.load(kept)
+    lengths[7, 1 - buckets_of(data).names.index("words")] += 1
+    np.save(kept, lengths)
+    other = _scan(data, ["train"], needs_labels=True)["train"].facts
+    (differs,) = (name for name in facts if facts[name] != other[name])
+    assert differs.startswith("lengths of lists of data.train (each host keeps them: remove lengths-*.npy from ")
+
+
+def test_lengths_that_could_not_be_read_now_are_not_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = data_of(folder, tmp_path)
+    open_records(data, "train")  # indexes the files
+    pread, reads = os.pread, itertools.count()
+
+    def fail_later(*arguments: Any) -> bytes:
+        if next(reads) > 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(*arguments)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", fail_later)
+        with pytest.raises(ReadFailed, match="cannot be read any more: Input/output error"):
+            buckets_of(data)
+    assert not list((tmp_path / "kept").glob("lengths-*.npy"))
+    found = buckets_of(data)
+    assert found.lengths[:, found.names.index("words")].tolist() == LENGTHS.tolist()
 
 
 def test_padding_at_the_end_of_a_list_does_not_count(tmp_path: Path) -> None:
