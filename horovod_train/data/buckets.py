@@ -45,6 +45,8 @@ class Buckets:
     """The feature by whose length records are sorted."""
     steps: int
     """The number of steps in a pool."""
+    max_lengths: tuple[int, ...]
+    """Of each list."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,12 +75,16 @@ class Buckets:
         return np.take_along_axis(records, by_length[step_order], axis=0)
 
     def widths(self, records: np.ndarray, real: np.ndarray) -> np.ndarray:
-        """Return how long the longest list of each step is, at least 1: int64 [steps, names].
+        """Return how long the lists of each step are once cut, at least 1: int64 [steps, names].
+
+        That is as long as the longest one of those with the same max_length. Words and their tags stay of one length,
+        where tags end in values that equal padding.
 
         records: of all lanes, int64 [steps, lanes]; real: bool, False for padding.
         """
-        lengths = np.where(real[:, :, None], self.lengths[records], 0)
-        return np.maximum(lengths.max(axis=1), 1).astype(np.int64)
+        longest = np.where(real[:, :, None], self.lengths[records], 0).max(axis=1)
+        go_together = np.equal.outer(self.max_lengths, self.max_lengths)
+        return np.where(go_together, longest[:, None], 1).max(axis=2).clip(1).astype(np.int64)
 
 
 def _is_array(path: Path) -> bool:
@@ -112,7 +118,8 @@ def find_buckets(source: RecordSource, digest: str, schema: Schema, config: Data
     if lengths is None:
         lengths = _measure_lengths(source, lists, config)
         save_to_first(places, partial(_save, lengths))
-    return Buckets(tuple(lists), lengths, by, config.bucket_steps)
+    max_lengths = tuple(feature.max_length or 0 for feature in lists.values())
+    return Buckets(tuple(lists), lengths, by, config.bucket_steps, max_lengths)
 
 
 def _measure_lengths(source: RecordSource, lists: dict[str, Feature], config: DataConfig) -> np.ndarray:

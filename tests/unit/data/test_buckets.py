@@ -84,7 +84,25 @@ def test_all_ranks_cut_lists_at_the_longest_of_the_step(folder: Path, tmp_path: 
     for step in zip(*of_ranks(data_of(folder, tmp_path, bucket_steps=8), 3), strict=True):
         longest = max(LENGTHS[n] for batch in step for n in ids([batch]))
         assert {batch.inputs["words"].shape[1] for batch in step} == {max(longest, 1)}
-        assert {batch.inputs["tags"].shape[1:] for batch in step} == {(max(longest // 2, 1), 2)}
+        assert {batch.inputs["tags"].shape[1:] for batch in step} == {(max(longest, 1), 2)}  # they have its max_length
+
+
+def test_lists_of_another_max_length_are_cut_by_themselves(folder: Path, tmp_path: Path) -> None:
+    features = {**FEATURES, "tags": {**FEATURES["tags"], "max_length": MOST + 1}}
+    for batch in batches(pipeline(data_of(folder, tmp_path, features=features), batch=32)):
+        longest = max(LENGTHS[n] for n in ids([batch]))
+        assert batch.inputs["words"].shape[1] == max(longest, 1)
+        assert batch.inputs["tags"].shape[1:] == (max(longest // 2, 1), 2)
+
+
+def test_tags_that_end_in_padding_stay_as_long_as_their_words(tmp_path: Path) -> None:
+    """The tag of a word outside of what is looked for, and of a full stop, is often 0."""
+    write_file(tmp_path / "a.tfrecord", [example(words=[3, 4, 5], tags=[1, 0, 0]), example(words=[6], tags=[0])])
+    lists: Any = {name: {"type": "int64", "max_length": 9} for name in ("words", "tags")}
+    data = config(tmp_path, features=lists, inputs=("words",), targets=("tags",), bucket_by_length="words")
+    (batch,) = batches(pipeline(dataclasses.replace(data, index_dir=str(tmp_path / "kept")), batch=2))
+    assert sorted(batch.inputs.tolist()) == [[3, 4, 5], [6, 0, 0]]
+    assert sorted(batch.targets.tolist()) == [[0, 0, 0], [1, 0, 0]]
 
 
 def test_there_is_less_padding(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +272,7 @@ def test_a_bad_record_is_named_when_it_is_used_and_has_room_once_it_is_repaired(
 @pytest.mark.parametrize(("records", "batch", "steps"), [(1, 1, 1), (7, 3, 2), (64, 8, 3), (65, 8, 8), (1000, 7, 5)])
 def test_pools_of_any_size_lose_nothing(records: int, batch: int, steps: int) -> None:
     sizes = np.random.default_rng(records).integers(0, 50, (records, 1)).astype(np.int32)
-    plan = Plan(np.array([records]), batch, 3, "shuffled", 16, buckets=Buckets(("a",), sizes, "a", steps))
+    plan = Plan(np.array([records]), batch, 3, "shuffled", 16, buckets=Buckets(("a",), sizes, "a", steps, (50,)))
     sequence = plan.sequence(2)
     for size in (1, 2, 5):
         found = [plan.rows(sequence, rank, size, 0, plan.steps_per_epoch) for rank in range(size)]
