@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import math
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,10 @@ from horovod_train.output.removal import Artifact, draft_of, remove, replace, zi
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Name of an output → shape and dtype of one row."""
 
-_ROWS = 4096
-"""Rows written to csv at a time."""
-
+_ROWS, _BYTES = 4096, 16 << 20
+"""Most rows of text, and bytes of outputs, that are written at a time."""
+_HEADER_BYTES = 512
+"""Of an array in an npz file, and more than it takes."""
 
 _FILE, _CLASS, _PROBABILITY = "file", "class", "probability"
 """Columns beside the outputs: of the record, and of the class with the largest output."""
@@ -68,8 +70,13 @@ class Predictions:
     def put(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
         """Take rows [n, ...] of every output, and the numbers of their records, int64 [n], -1 for padding."""
 
-    def finish(self) -> int:
-        """Write the complete file; return the number of records in it. Raises RunError."""
+    def write(self) -> Iterator[None]:
+        """Write the complete file in pieces, and yield after each. Raises RunError."""
+        yield from ()
+
+    @property
+    def written(self) -> int:
+        """Return how many records the file has."""
         return 0
 
     def close(self) -> None:
@@ -87,6 +94,9 @@ class PredictionsFile(Predictions):
             self._folder.mkdir()
             for number, (name, spec) in enumerate(specs.items()):
                 self._arrays[name] = self._open(f"{number}.npy", *spec)
+            if path.suffix == ".npz":
+                (self._folder / "whole").touch()
+                _reserve(self._folder / "whole", self._whole_bytes())
         except OSError as error:
             self.close()
             raise UserError(
@@ -101,13 +111,16 @@ class PredictionsFile(Predictions):
         for name, values in rows.items():
             self._arrays[name][ids[real]] = values[real]
 
-    def finish(self) -> int:
+    def write(self) -> Iterator[None]:
         draft = self._folder / "whole"
         try:
-            (self._write_csv if self._path.suffix == ".csv" else self._write_npz)(draft)
+            yield from (self._write_csv if self._path.suffix == ".csv" else self._write_npz)(draft)
             replace(draft, self._path, PREDICTIONS)
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror or error}.") from error
+
+    @property
+    def written(self) -> int:
         return int(self._is_there.sum())
 
     def close(self) -> None:
@@ -118,34 +131,54 @@ class PredictionsFile(Predictions):
     def _open(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         path = self._folder / name
         array = np.lib.format.open_memmap(path, "w+", dtype, (self._records, *shape))
-        with path.open("r+b") as file:
-            # Reserve the space now: a mapped file on a disk that fills up later would kill the process without a
-            # message.
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        _reserve(path, path.stat().st_size)
         return array
 
-    def _write_npz(self, draft: Path) -> None:
-        record = np.flatnonzero(self._is_there)
-        names = [self._described(some) for some in _in_pieces(record)]
-        described = {name: np.concatenate([piece[name] for piece in names]) for name in (names[0] if names else ())}
-        with zipfile.ZipFile(draft, "x", allowZip64=True) as archive:
-            for name, array in [("record", record), *self._arrays.items(), *described.items()]:
-                values = array if len(array) == len(record) else array[record]  # without records that were left out
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, values, allow_pickle=False)
+    def _whole_bytes(self) -> int:
+        """Return the bytes of an npz file of all records, or a little more."""
+        texts = [self._names.files, self._names.class_names if self._has_scores else ()]
+        row_bytes = [
+            8,
+            4,
+            *(4 * max(map(len, text), default=0) for text in texts),
+            *map(_row_bytes, self._arrays.values()),
+        ]
+        return sum(self._records * bytes_ + _HEADER_BYTES for bytes_ in row_bytes)
 
-    def _write_csv(self, draft: Path) -> None:
+    def _write_npz(self, draft: Path) -> Iterator[None]:
+        record, names = np.flatnonzero(self._is_there), []
+        for some in _in_pieces(record, _ROWS):
+            names.append(self._described(some))
+            yield
+        described = {name: np.concatenate([piece[name] for piece in names]) for name in (names[0] if names else ())}
+        with draft.open("r+b") as file:
+            with zipfile.ZipFile(file, "x", allowZip64=True) as archive:
+                for name, array in [("record", record), *self._arrays.items(), *described.items()]:
+                    # Without records that were left out; in pieces, because memory may not hold all outputs.
+                    rows = np.arange(len(record)) if len(array) == len(record) else record
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        shape, descr = (len(record), *array.shape[1:]), np.lib.format.dtype_to_descr(array.dtype)
+                        about = {"descr": descr, "fortran_order": False, "shape": shape}
+                        np.lib.format.write_array_header_1_0(member, about)
+                        for some in _in_pieces(rows, max(_BYTES // max(_row_bytes(array), 1), 1)):
+                            member.write(array[some].tobytes())
+                            yield
+            file.truncate()  # to what the archive takes of the room that was reserved
+
+    def _write_csv(self, draft: Path) -> Iterator[None]:
         record = np.flatnonzero(self._is_there)
         with draft.open("x", newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
             columns = [column for name, array in self._arrays.items() for column in _columns(name, array)]
             writer.writerow(["record", *columns, *self._described(record[:0])])
-            for some in _in_pieces(record):
+            row_bytes = sum(map(_row_bytes, self._arrays.values()))
+            for some in _in_pieces(record, max(min(_ROWS, _BYTES // max(row_bytes, 1)), 1)):
                 flat = [array[some].reshape(len(some), -1) for array in self._arrays.values()]
                 described = self._described(some).values()
                 for row, number in enumerate(some.tolist()):
                     outputs = (str(value) for array in flat for value in array[row])
                     writer.writerow([number, *outputs, *(values[row] for values in described)])
+                yield
 
     def _described(self, record: np.ndarray) -> dict[str, np.ndarray]:
         """Return what the columns beside the outputs say of some records."""
@@ -161,8 +194,18 @@ class PredictionsFile(Predictions):
         return {name: values for name, values in described.items() if name not in self._arrays}
 
 
-def _in_pieces(record: np.ndarray) -> list[np.ndarray]:
-    return np.split(record, range(_ROWS, len(record), _ROWS)) if len(record) else []
+def _in_pieces(rows: np.ndarray, most: int) -> list[np.ndarray]:
+    return np.split(rows, range(most, len(rows), most)) if len(rows) else []
+
+
+def _row_bytes(array: np.ndarray) -> int:
+    return array.dtype.itemsize * math.prod(array.shape[1:])
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Take the room of a file now: a disk that fills up later would lose the run, or kill it where it maps the file."""
+    with path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _has_scores(specs: Specs, names: RecordNames) -> bool:

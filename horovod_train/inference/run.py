@@ -28,7 +28,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import UserError, one_line
-from horovod_train.inference.predictions import RecordNames, Specs, open_predictions
+from horovod_train.inference.predictions import Predictions, RecordNames, Specs, open_predictions
 from horovod_train.output.rank_log import RankLog
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
@@ -41,6 +41,7 @@ from horovod_train.training.state import weights_by_name
 Weights = Literal["auto", "trained", "ema"]
 """Weights of the last update, or their moving averages. auto: the averages if there are any."""
 
+_END = object()
 _MOST_BYTES = 16 << 20
 """Bytes of outputs that one rank keeps before sending them to root."""
 
@@ -125,9 +126,17 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 
         with closing(file):
             _for_all(group, pipeline, outputs.steps_per_call, collect)
-            with group.raise_together():
-                written = file.finish()
-        return group.broadcast_object(written)
+            _write(group, file)
+            return group.broadcast_object(file.written)
+
+
+def _write(group: WorkerGroup, file: Predictions) -> None:
+    """Collective: write the file. Ranks meet after each piece: one that waited for the whole would count as stalled."""
+    pieces, is_whole = file.write(), False
+    while not is_whole:
+        with group.heartbeat.phase("write"), group.raise_together():
+            is_whole = next(pieces, _END) is _END
+        is_whole = group.broadcast_object(is_whole)
 
 
 def _are_logits(config: Config, model: keras.Model) -> bool | None:

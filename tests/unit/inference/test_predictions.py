@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
-from contextlib import closing
+import tracemalloc
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from horovod_train.commands.cli import check_out
+from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.errors import RunError, UserError
+from horovod_train.inference import predictions
 from horovod_train.inference.predictions import PREDICTIONS, Predictions, RecordNames, Specs, open_predictions
+from horovod_train.inference.run import _write
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
 
@@ -21,12 +26,18 @@ def rows(ids: np.ndarray) -> dict[str, np.ndarray]:
     return {"score": ids.astype(np.float32) / 3, "box": ids[:, None, None] + np.arange(4.0).reshape(2, 2)}
 
 
+def finish(file: Predictions) -> int:
+    for _ in file.write():
+        pass
+    return file.written
+
+
 def write(path: Path, parts: list[list[int]], records: int) -> int:
     with closing(open_predictions(str(path), SPECS, records, is_root=True)) as file:
         for part in parts:
             ids = np.array(part)
             file.put(ids, rows(ids))
-        return file.finish()
+        return finish(file)
 
 
 def test_npz_holds_every_record_in_order(tmp_path: Path) -> None:
@@ -53,6 +64,61 @@ def test_records_left_out_are_not_made_up(tmp_path: Path, suffix: str) -> None:
     assert write(path, [[3, 0]], 4) == 2
     found = np.load(path)["record"] if suffix == "npz" else np.loadtxt(path, delimiter=",", skiprows=1)[:, 0]
     assert found.tolist() == [0, 3]
+
+
+def test_a_record_left_out_does_not_bring_all_outputs_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predictions, "_BYTES", 1 << 16)
+    records = 4000
+    specs: Specs = {"output": ((250,), np.dtype("float64"))}  # 8 MB
+    with closing(open_predictions(str(tmp_path / "out.npz"), specs, records, is_root=True)) as file:
+        for ids in np.split(np.arange(records), 40):
+            file.put(np.where(ids == 7, -1, ids), {"output": np.repeat(ids[:, None], 250, axis=1).astype(float)})
+        tracemalloc.start()
+        finish(file)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most < 2e6
+    with np.load(tmp_path / "out.npz") as found:
+        assert found["output"].shape == (records - 1, 250)
+        assert found["output"][:, 249].tolist() == found["record"].tolist()
+
+
+class Alone(NamedTuple):
+    """A group of one rank, which notes in which phase it is when it meets the others."""
+
+    heartbeat: Heartbeat
+    phases: list[str]
+
+    def raise_together(self) -> AbstractContextManager[None]:
+        self.phases.append(self.heartbeat.name)
+        return nullcontext()
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize("suffix", ["npz", "csv"])
+def test_ranks_meet_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Ranks that waited for a long time would count as stalled, for the watchdog and for Horovod."""
+    monkeypatch.setattr(predictions, "_BYTES", 2 * 36)  # two records
+    monkeypatch.setattr(predictions, "_ROWS", 2)
+    group: Any = Alone(Heartbeat(), [])
+    with closing(open_predictions(str(tmp_path / f"out.{suffix}"), SPECS, 20, is_root=True)) as file:
+        file.put(np.arange(20), rows(np.arange(20)))
+        _write(group, file)
+        assert file.written == 20
+    assert len(group.phases) > 20 / 2
+    assert set(group.phases) == {"write"}
+    assert group.heartbeat.name == "start"
+
+
+def test_the_room_of_a_whole_file_is_there_before_anything_is_predicted(full_disk: Path) -> None:
+    """Of 64 kB, its parts would take 40, and it as many again."""
+    with pytest.raises(UserError, match=r"--out .*out\.npz: cannot be written: No space left on device"):
+        open_predictions(str(full_disk / "out.npz"), {"score": ((), np.dtype("float32"))}, 10_000, is_root=True)
+    assert not list(full_disk.iterdir())
 
 
 def test_a_record_that_comes_twice_is_noticed(tmp_path: Path) -> None:
@@ -116,7 +182,7 @@ def test_a_class_comes_with_its_probability_where_scores_tell_one(form: str, tmp
             open_predictions(str(path), {"output": ((3,), np.dtype("float64"))}, 2, names, is_root=True)
         ) as file:
             file.put(np.array([1, 0]), {"output": scores[::-1]})
-            file.finish()
+            finish(file)
         check_out("--out", str(path), PREDICTIONS)  # the next prediction may replace it
     with (tmp_path / "out.csv").open(newline="") as file_of_rows:
         rows = list(csv.DictReader(file_of_rows))
@@ -135,7 +201,7 @@ def test_one_score_is_of_the_second_of_two_classes(are_logits: bool, scores: lis
     specs: Specs = {"output": ((1,), np.dtype("float64"))}
     with closing(open_predictions(str(tmp_path / "out.csv"), specs, 2, names, is_root=True)) as file:
         file.put(np.arange(2), {"output": np.array(scores)})
-        file.finish()
+        finish(file)
     with (tmp_path / "out.csv").open(newline="") as file_of_rows:
         rows = list(csv.DictReader(file_of_rows))
     assert [row["class"] for row in rows] == ["yes", "no"]
