@@ -20,10 +20,11 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,13 +220,15 @@ def at_record(record: int, offset: int, problem: str) -> str:
 
 
 def _scan_packed(path: str, packing: str, storage: Storage) -> _Blocks:
-    with tempfile.TemporaryFile() as unpacked:
+    with ExitStack() as opened:
+        descriptor, size = cache(lambda: opened.enter_context(tempfile.TemporaryFile(buffering=0)).fileno()), 0
         try:
-            size = sum(unpacked.write(piece) for piece in unpack(path, packing, storage))
-        except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
+            for piece in unpack(path, packing, storage):
+                write_unpacked(path, descriptor, piece, size)
+                size += len(piece)
+        except BrokenFile as error:  # then nothing can be read: blocks are read from the complete, unpacked file
             return Extents(*np.zeros((3, 0), np.int64)), "", str(error).removeprefix(f"{path}: ")
-        unpacked.flush()
-        extents, digest, problem = _scan_blocks(partial(os.pread, unpacked.fileno()), size)
+        extents, digest, problem = _scan_blocks(lambda length, at: os.pread(descriptor(), length, at), size)
     return extents, digest, problem if size else "holds no records once unpacked. Remove it or write it again."
 
 
@@ -286,8 +289,28 @@ def detect(head: bytes) -> str:
     return ""
 
 
+class BrokenFile(UserError):
+    """A packed file that cannot be unpacked to its end."""
+
+
+def write_unpacked(path: str, descriptor: Callable[[], int], piece: bytes, position: int, needed: str = "") -> None:
+    """Write a piece of what a packed file holds into a temporary file, which `descriptor` opens.
+
+    Raises UserError that names the folder without room, not the file. needed: a sentence, how much room there must be.
+    """
+    try:
+        while piece:
+            written = os.pwrite(descriptor(), piece, position)
+            piece, position = piece[written:], position + written
+    except OSError as error:
+        place = f" into {tempfile.tempdir}" if tempfile.tempdir else ""  # None: no folder can be written
+        raise UserError(
+            f"{path}: cannot be unpacked{place}: {error.strerror}.{needed} Set TMPDIR to a disk with more room."
+        ) from error
+
+
 def unpack(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[bytes]:
-    """Yield the file's unpacked content in pieces. Raises UserError for a broken file, OSError if it is not read."""
+    """Yield the file's unpacked content in pieces. Raises BrokenFile, and OSError if it cannot be read."""
     written = 0
     decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
     try:
@@ -301,9 +324,9 @@ def unpack(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[byte
                 if decoder.eof and packed:
                     decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
     except zlib.error as error:
-        raise UserError(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
+        raise BrokenFile(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
     if not decoder.eof:
-        raise UserError(f"{path}: the {packing} file ends early, after {written} unpacked bytes. Write it again.")
+        raise BrokenFile(f"{path}: the {packing} file ends early, after {written} unpacked bytes. Write it again.")
 
 
 # --- the file ---------------------------------------------------------------------------------------------------

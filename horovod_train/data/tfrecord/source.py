@@ -34,7 +34,7 @@ from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, reopen_if_stale, resolved
-from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack
+from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack, write_unpacked
 from horovod_train.errors import UserError, reading
 from horovod_train.open_files import OpenFiles
 from horovod_train.output.lease import boot_id
@@ -326,16 +326,9 @@ class UnpackedFiles:
             position += len(piece)
 
     def _write(self, file: ScannedFile, piece: bytes, position: int) -> None:
-        try:
-            while piece:
-                written = os.pwrite(self._descriptor(), piece, position)
-                piece, position = piece[written:], position + written
-        except OSError as error:
-            total = _gb(sum(self._sizes.values()))
-            raise UserError(
-                f"{file.path}: cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}. All packed files "
-                f"together need {total} on each rank; set TMPDIR or data.stage_dir to a disk with more room."
-            ) from error
+        total = _gb(sum(self._sizes.values()))
+        needed = f" All packed files together need {total} on each rank; data.stage_dir needs it once for all."
+        write_unpacked(file.path, self._descriptor, piece, position, needed)
 
     def _descriptor(self) -> int:
         with self._opening:

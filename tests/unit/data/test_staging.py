@@ -183,6 +183,18 @@ def test_without_any_room_the_line_says_how_much_is_needed(
         reader.read(np.arange(index.blocks.num_records))
 
 
+def test_a_full_disk_while_files_are_indexed_is_not_damage(
+    full_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write(tmp_path / "data", 2, packed=True, records=400)
+    monkeypatch.setattr("tempfile.tempdir", str(full_disk))
+    said = rf"0000\.tfrecord\.gz: cannot be unpacked into {full_disk}: No space left on device\. Set TMPDIR to a "
+    with pytest.raises(UserError, match=said):
+        open_index(paths)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert [file.problem for file in open_index(paths).files] == ["", ""]
+
+
 def test_plain_files_need_no_room(tmp_path: Path, said: list[str]) -> None:
     Reader(TFRecords(open_index(write(tmp_path / "data", 1, packed=False))))
     assert said == []
