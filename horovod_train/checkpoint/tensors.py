@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.layout import FORMAT, MANIFEST, PREFIX, Checkpoint, Damaged, Facts, pack, reason, sha256
 from horovod_train.errors import UserError
+from horovod_train.shown_text import listed
 
 
 def read_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
@@ -76,10 +77,13 @@ def _as_tensor(array: np.ndarray) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(np.require(array, requirements=["C", "W"]).__dlpack__())
 
 
-def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def load(
+    variables: Mapping[str, tf.Variable], checkpoint: Checkpoint, *, unwanted: Collection[str] = ()
+) -> dict[str, np.ndarray]:
     """Set variables to their saved values; return the arrays that no variable has, including `ranks/...`.
 
-    Raises UserError, before changing anything, if a variable was not saved or has another shape or dtype.
+    unwanted: the model's weights whose values are left out. Raises UserError, before changing anything, if a variable
+    was not saved or has another shape or dtype, or if a weight was saved that the model does not have.
     """
     try:
         arrays = read_arrays(checkpoint)
@@ -94,6 +98,11 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
                 f"{checkpoint.folder}: {name} is {saved.dtype.name} {list(saved.shape)}; "
                 f"the model's is {variable.dtype.name} {shape}."
             )
+    known = {*variables, *unwanted}
+    if lost := [name for name in arrays if name.startswith("model/") and name not in known]:
+        raise UserError(
+            f"{checkpoint.folder}: has {listed(lost)}, which the model lacks; it was saved from another model."
+        )
     for name, variable in variables.items():
         variable.assign(arrays.pop(name))
     return arrays

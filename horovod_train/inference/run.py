@@ -202,7 +202,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
             f"--weights ema: {checkpoint.folder} holds no moving averages. Take --weights trained, or train with "
             "train.ema_decay or optimizer.options.use_ema."
         )
-    variables = weights_by_name(model.weights, "model")
+    variables = trained = weights_by_name(model.weights, "model")
     takes_averages = has_averages and weights != "trained"
     if takes_averages:
         # An optimizer that keeps averages may train a part of the model.
@@ -212,7 +212,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
         variables = {
             name: variable for name, variable in variables.items() if variable.ref() not in averaged
         } | averages
-    load(variables, checkpoint)
+    load(variables, checkpoint, unwanted=trained)
     finalize(model)
     return "ema" if takes_averages else "trained"
 

@@ -31,6 +31,7 @@ from horovod_train.distributed import consistency
 from horovod_train.distributed.consistency import digest
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
+from horovod_train.shown_text import listed
 from horovod_train.training.fine_tuning import assign, match, slots_like_weights
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
@@ -72,6 +73,10 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     rates = run.state.rates
     arrays = load({name: variable for name, variable in run.state.variables().items() if name not in rates}, checkpoint)
     _restore_rates(run, arrays, checkpoint.facts)
+    # The rates of a run without a schedule are left too; the log says what the rate is.
+    state = ("optimizer/", "ema/", "exchange/")
+    if dropped := [name for name in arrays if name.startswith(state) and not name.endswith("/learning_rate")]:
+        log.warning(f"{checkpoint.folder}: this run drops what it has no use for: {listed(dropped)}")
     check_position(parts.train, checkpoint)
     if checkpoint.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # belongs to another metric

@@ -163,6 +163,22 @@ def test_another_model_is_refused_and_stays_as_it_was(run: Run, name: str, value
     assert np.all(kernel.numpy() == 0)
 
 
+def test_weights_that_the_model_has_no_more_are_refused_unless_they_are_not_wanted(run: Run) -> None:
+    saved = {f"model/block{number}/kernel": np.ones(2, np.float32) for number in range(3)} | arrays(7)
+    run.store.save(saved, facts(7))
+    run.store.wait()
+    found = run.store.find("auto")
+    assert found is not None
+    kernel, block = tf.Variable(tf.zeros((3, 5))), tf.Variable(tf.zeros(2))
+    variables = {"model/conv1/kernel": kernel, "model/block0/kernel": block}
+    line = r"step-000000007: has model/block1/kernel, model/block2/kernel, which the model lacks; it was saved from"
+    with pytest.raises(UserError, match=line):
+        load(variables, found)
+    assert np.all(kernel.numpy() == 0)
+    load(variables, found, unwanted={"model/block1/kernel", "model/block2/kernel"})
+    assert np.all(kernel.numpy() == 7)
+
+
 # Damage.
 
 

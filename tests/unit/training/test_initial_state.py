@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
 from horovod_train.training import initial_state
-from horovod_train.training.state import TrainState
+from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.optimizers import Optimizers
 
 ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
@@ -115,35 +116,55 @@ def test_words_of_a_text_layer_are_compared() -> None:
     assert built(["good", "bad"]) != built(["bad", "good"])
 
 
-@pytest.mark.parametrize("is_of_earlier_version", [False, True])
-@pytest.mark.parametrize("built", [0.1, 0.001])
-def test_a_rate_that_a_callback_has_set_returns_unless_the_model_has_another_now(
-    tmp_path: Path, built: float, is_of_earlier_version: bool
-) -> None:
-    def compiled(rate: float) -> TrainState:
-        keras.utils.clear_session()
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        optimizer, optimizers = keras.optimizers.SGD(rate), Optimizers({})
-        optimizer.build(model.trainable_variables)
-        optimizers.by_path["optimizer"] = optimizer
-        return TrainState(model, optimizers)
+def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) -> TrainState:
+    """The state of a run with SGD. decay: of its averages."""
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    optimizer, optimizers = keras.optimizers.SGD(rate, momentum=momentum), Optimizers({})
+    optimizer.build(model.trainable_variables)
+    optimizers.by_path["optimizer"] = optimizer
+    return TrainState(model, optimizers, averages=MovingAverages(model, decay))
 
-    before = compiled(0.1)
-    noted = {} if is_of_earlier_version else before.built_rates
-    facts = Facts(step=0, epoch=0, records=0, ranks=1, config=as_dict(Config()), versions={}, built_rates=noted)
-    for rate in before.rates.values():
-        rate.assign(0.05)
-    write(tmp_path / "saved", {name: variable.numpy() for name, variable in before.variables().items()}, facts)
+
+def restored(state: TrainState, before: TrainState, folder: Path, **facts: Any) -> None:
+    """Save what a run is before, and restore it into the state of a run."""
+    fresh = Facts(step=0, epoch=0, records=0, ranks=1, config=as_dict(Config()), versions={})
+    arrays = {name: variable.numpy() for name, variable in before.variables().items()}
+    write(folder, arrays, dataclasses.replace(fresh, **facts))
     run: Any = SimpleNamespace(
-        checkpoint=verify(tmp_path / "saved"),
+        checkpoint=verify(folder),
         config=Config(),
         group=SimpleNamespace(raise_together=nullcontext),
         parts=SimpleNamespace(
             early_stopping=SimpleNamespace(best=SimpleNamespace(evaluations_since=tf.Variable(0))),
             train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1, class_names={}),
         ),
-        state=compiled(built),
+        state=state,
     )
     initial_state.restore(run)
+
+
+@pytest.mark.parametrize("is_of_earlier_version", [False, True])
+@pytest.mark.parametrize("built", [0.1, 0.001])
+def test_a_rate_that_a_callback_has_set_returns_unless_the_model_has_another_now(
+    tmp_path: Path, built: float, is_of_earlier_version: bool
+) -> None:
+    before = compiled(0.1)
+    noted = {} if is_of_earlier_version else before.built_rates
+    for rate in before.rates.values():
+        rate.assign(0.05)
+    state = compiled(built)
+    restored(state, before, tmp_path / "saved", built_rates=noted)
     expected = 0.05 if is_of_earlier_version or built == 0.1 else built
-    assert float(run.state.optimizer.learning_rates["learning_rate"]) == pytest.approx(expected)
+    assert float(state.optimizer.learning_rates["learning_rate"]) == pytest.approx(expected)
+
+
+def test_a_state_that_a_run_has_no_use_for_any_more_is_named(tmp_path: Path, said: list[str]) -> None:
+    restored(compiled(0.1, momentum=0.9, decay=0.9), compiled(0.1, momentum=0.9, decay=0.9), tmp_path / "same")
+    assert not [line for line in said if line.startswith("warning")]
+    restored(compiled(0.1), compiled(0.1, momentum=0.9, decay=0.9), tmp_path / "saved")
+    assert [line for line in said if line.startswith("warning")] == [
+        f"warning: {tmp_path / 'saved'}: this run drops what it has no use for: ema/sequential/dense/bias, "
+        "ema/sequential/dense/kernel, optimizer/sgd/sequential_dense_bias_momentum, "
+        "optimizer/sgd/sequential_dense_kernel_momentum"
+    ]

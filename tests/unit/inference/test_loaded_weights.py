@@ -1,0 +1,42 @@
+"""Which weights of a checkpoint an evaluation, a prediction and an export take, and which they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
+from horovod_train.checkpoint.tensors import write
+from horovod_train.errors import UserError
+from horovod_train.inference.run import Weights, load_weights
+
+
+def stack(blocks: int) -> keras.Model:
+    names = [f"block{number}" for number in range(blocks)]
+    return keras.Sequential([keras.Input((2,)), *(keras.layers.Dense(2, name=name) for name in names)], name="net")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpoint:
+    """Three blocks of ones, whose averages are twos."""
+    arrays = {
+        f"{kind}/{weight.path}": np.full(weight.shape, value, np.float32)
+        for kind, value in (("model", 1), ("ema", 2))
+        for weight in stack(3).weights
+    }
+    write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
+    return verify(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(("weights", "value"), [("auto", 2), ("trained", 1)])
+def test_weights_or_their_averages_are_taken_by_the_same_model_alone(
+    saved: Checkpoint, weights: Weights, value: int
+) -> None:
+    model = stack(3)
+    load_weights(model, saved, weights)
+    assert all(np.all(array == value) for array in model.get_weights())
+    with pytest.raises(UserError, match="has model/net/block2/bias, model/net/block2/kernel, which the model lacks"):
+        load_weights(stack(2), saved, weights)
