@@ -104,6 +104,8 @@ class Facts:
     """The names of classes in the training records, by feature."""
     began_at: str = ""
     """The path in checkpoint.resume at which the run began; "" if at none."""
+    contents: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What layers held besides weights when that start began, as training.initial_state.contents says it: digests."""
 
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""

@@ -33,7 +33,7 @@ from horovod_train.output.rank_log import RankLog
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.initial_state import finalize
+from horovod_train.training.initial_state import check_contents, contents, finalize
 from horovod_train.training.losses import build_loss, takes_logits
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
@@ -193,7 +193,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
     """Load trained weights or their moving averages from a checkpoint into a model; return which.
 
     Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
-    checkpoint is of another model, or has no moving averages.
+    checkpoint is of another model, in weights or vocabularies, or has no moving averages.
     """
     saved = array_names(checkpoint)
     has_averages = any(name.startswith("ema/") for name in saved)
@@ -214,6 +214,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
         } | averages
     load(variables, checkpoint, unwanted=trained)
     finalize(model)
+    check_contents(contents(model), checkpoint)
     return "ema" if takes_averages else "trained"
 
 

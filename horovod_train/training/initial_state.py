@@ -1,7 +1,7 @@
 """The state before the first step: resumed, from other weights, or new; and the same on all ranks.
 
 Root reads; the caller broadcasts. What layers hold besides weights, such as constants and vocabularies, is not sent:
-it is compared between ranks, and made anew. Writes no checkpoints.
+it is made anew, and compared between ranks and with the checkpoint. Writes no checkpoints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ _TABLES: tuple[type[Any], ...] = (
     tf.lookup.experimental.MutableHashTable,
     tf.lookup.experimental.DenseHashTable,
 )
+_CONSTANT = "constant "
 log = logging.getLogger(__name__)
 
 
@@ -182,6 +183,20 @@ def contents(model: keras.Model) -> dict[str, str]:
     return {f"{what} of layer {layer.path}": value for layer in layers_inside(model) for what, value in _held(layer)}
 
 
+def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of other constants.
+
+    Constants that are computed differ in the last bits between machines, and with the precision. held: by `contents`.
+    """
+    then = checkpoint.facts.contents
+    changed = [name for name, value in held.items() if then.get(name, value) != value]
+    line = f"{checkpoint.folder}: was saved with another {listed(changed)} than the model has now"
+    if any(not name.startswith(_CONSTANT) for name in changed):
+        raise UserError(f"{line}, so weights would stand for other words. Give the model those of then.")
+    if changed:
+        log.warning(line)
+
+
 def finalize(model: keras.Model) -> None:
     """Have layers compute anew what they derive from weights, as Normalization does; call after loading weights."""
     for layer in layers_inside(model):
@@ -195,7 +210,7 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
         # Tensors of graphs have no values.
         arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
         if arrays:
-            yield f"constant {name}", digest("".join(map(_digest_of_array, arrays)).encode())
+            yield f"{_CONSTANT}{name}", digest("".join(map(_digest_of_array, arrays)).encode())
         for table in (part for kind in _TABLES for part in parts_in(value, kind)):
             if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
                 keys, values = (part.numpy().tolist() for part in table.export())

@@ -31,6 +31,7 @@ from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.hooks.evaluate import begin_callbacks, is_evaluated
 from horovod_train.training.hooks.save import saving
 from horovod_train.training.initial_state import (
+    check_contents,
     contents,
     finalize,
     restore,
@@ -66,7 +67,11 @@ def run(config: Config) -> int:
         run.group.broadcast(list(run.state.variables().values()))
         run.state.restore_loss_average(run.group, loss_averages)
         finalize(run.state.model)
-        consistency.check(run.group, contents(run.state.model), "at the start", RanksStartApart)
+        held = contents(run.state.model)
+        consistency.check(run.group, held, "at the start", RanksStartApart)
+        with run.group.raise_together():
+            if run.checkpoint:
+                check_contents(held, run.checkpoint)
         # At the end of an epoch before hooks: an evaluation that a stop interrupted comes before more is trained.
         run.parts.freezing.apply(int(run.state.epoch) - (int(run.state.records) == 0))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from horovod_train.checkpoint.layout import Best, Facts, path_in
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.distributed import consistency
+from horovod_train.training.initial_state import contents
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.stopping import PeriodicSync
@@ -34,6 +35,7 @@ class Save:
         self._audit, self._copies = audit, copies
         self._start = _place(run, first_step)
         self._saved: tuple[int, ...] | None = self._start
+        self._contents = contents(run.state.model) if run.group.is_root else {}
         config = run.config.checkpoint
         if run.group.is_root and (
             config.every_steps or config.every_epochs or config.every_minutes is not None or config.best
@@ -52,7 +54,7 @@ class Save:
             self._audit.flush()  # before ranks meet for the last time: root may save after another rank was killed
             arrays = settled.snapshot(run.group, self._copies)
             run.output.sync()  # a power cut must not leave a checkpoint that is newer than its metrics
-            run.store.save(arrays, _facts(run))
+            run.store.save(arrays, _facts(run, self._contents))
         self._saved = place
         seconds = time.perf_counter() - started
         run.stopping.note_save(seconds)
@@ -104,7 +106,7 @@ def check_agreement(run: Run, step: int) -> None:
     run.clock.note_blocked("check_agreement_s", time.perf_counter() - started)
 
 
-def _facts(run: Run) -> Facts:
+def _facts(run: Run, contents: Mapping[str, str]) -> Facts:
     state, parts = run.state, run.parts
     best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
     resumed_from = run.checkpoint.facts.began_at if run.checkpoint else ""
@@ -121,5 +123,6 @@ def _facts(run: Run) -> Facts:
         callbacks=parts.callbacks.state(),
         built_rates=state.built_rates,
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,
+        contents=contents,
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

@@ -29,6 +29,7 @@ from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.hooks import every
 from horovod_train.training.hooks.evaluate import build_callback_hooks
 from horovod_train.training.hooks.save import Save
+from horovod_train.training.initial_state import contents
 from horovod_train.training.run_record import Stopwatch
 from horovod_train.training.state import Copies, TrainState
 from horovod_train.training.steps.optimizers import Optimizers
@@ -262,6 +263,17 @@ def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: P
     Save(run, 0, NullAudit(), Copies())(run, 1)
     assert run.store.wait() is None
     assert list(open_checkpoint(str(tmp_path), "test").facts.built_rates.values()) == [pytest.approx(0.01)]
+
+
+def test_a_checkpoint_tells_what_layers_hold_besides_weights(tmp_path: Path) -> None:
+    run = run_of(open_store(tmp_path, keep=9))
+    norm = run.state.model.layers[-1]
+    norm.center = np.ones(3)
+    save, held = Save(run, 0, NullAudit(), Copies()), contents(run.state.model)
+    assert list(held) == [f"constant center of layer {norm.path}"]
+    save(run, 1)
+    assert run.store.wait() is None
+    assert open_checkpoint(str(tmp_path), "test").facts.contents == held
 
 
 def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.checkpoint.layout import Facts, verify
+from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
+from horovod_train.errors import UserError
 from horovod_train.training import initial_state
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.optimizers import Optimizers
@@ -114,6 +115,33 @@ def test_words_of_a_text_layer_are_compared() -> None:
 
     assert built(["good", "bad"]) == built(["good", "bad"])
     assert built(["good", "bad"]) != built(["bad", "good"])
+
+
+def checkpoint_with(held: dict[str, str]) -> Checkpoint:
+    return Checkpoint(Path("step-5"), Facts(5, 1, 0, 1, config={}, versions={}, contents=held), {})
+
+
+def test_another_vocabulary_than_in_the_checkpoint_is_refused() -> None:
+    def held(words: list[str]) -> dict[str, str]:
+        keras.utils.clear_session()
+        text = keras.Input((1,), dtype="string")
+        return initial_state.contents(keras.Model(text, layers.StringLookup(vocabulary=words, name="words")(text)))
+
+    saved = checkpoint_with(held(["good", "bad"]))
+    initial_state.check_contents(held(["good", "bad"]), saved)
+    line = "step-5: was saved with another .*vocabulary or other assets of layer words than the model has now"
+    with pytest.raises(UserError, match=line):
+        initial_state.check_contents(held(["bad", "good"]), saved)
+    initial_state.check_contents(held(["bad", "good"]), checkpoint_with({}))  # of an earlier version
+
+
+def test_another_constant_than_in_the_checkpoint_is_said(said: list[str]) -> None:
+    saved = checkpoint_with(initial_state.contents(normalized(ROWS)))
+    initial_state.check_contents(initial_state.contents(normalized(ROWS)), saved)
+    assert said == []
+    initial_state.check_contents(initial_state.contents(normalized(2 * ROWS)), saved)
+    (line,) = said
+    assert "warning: step-5: was saved with another constant mean of layer sequential/norm" in line
 
 
 def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) -> TrainState:
