@@ -23,7 +23,7 @@ from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.rules import resolve
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.schema import check_same_classes
@@ -78,6 +78,7 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     state = ("optimizer/", "ema/", "exchange/")
     if dropped := [name for name in arrays if name.startswith(state) and not name.endswith("/learning_rate")]:
         log.warning(f"{checkpoint.folder}: this run drops what it has no use for: {listed(dropped)}")
+    check_held_out(config.data, checkpoint)
     check_position(parts.train, checkpoint)
     if checkpoint.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # belongs to another metric
@@ -102,6 +103,18 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
         elif float(saved) != built:
             why = "as the config or the model says"
             log.info(f"the learning rate is {built:g} from here on, {why}; it was {float(saved):g}")
+
+
+def check_held_out(data: DataConfig, checkpoint: Checkpoint) -> None:
+    """Raise UserError if the run would evaluate on records that the checkpoint's run has trained on."""
+    for key, now in (("fold", data.fold), ("eval_fraction", data.eval_fraction)):
+        then = checkpoint.facts.setting(f"data.{key}")
+        if now is not None and now != then:
+            raise UserError(
+                f"{checkpoint.folder}: was trained with data.{key} {'null' if then is None else then}; {now} would "
+                f"evaluate on records that the run has trained on. Resume with data.{key} as it was, or begin anew in "
+                "another --output-dir."
+            )
 
 
 def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:

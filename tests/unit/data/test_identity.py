@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from horovod_train.data.dataset import open_records
 from horovod_train.data.source import Part, digest_of
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
-from horovod_train.training.initial_state import check_position
+from horovod_train.training.initial_state import check_held_out, check_position
 
 Change = Callable[[Path], Any]
 CONFIG = {"seed": 1, "data": {"global_batch_size": 8}}
@@ -164,3 +165,27 @@ def test_a_resume_with_data_whose_labels_stand_for_other_classes_is_refused(tmp_
         check_position(train, dataclasses.replace(found, facts=trained))
     train.class_names = {}
     check_position(train, dataclasses.replace(found, facts=trained))
+
+
+HELD_OUT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"fold": "1/5"}, {"fold": "1/5"}, ""),
+    ({"fold": "1/5"}, {}, ""),  # nothing is held out any more
+    ({"fold": "1/5"}, {"fold": "2/5"}, r"step-5: was trained with data\.fold 1/5; 2/5 would evaluate on records that"),
+    ({"eval_fraction": 0.2}, {"eval_fraction": 0.2}, ""),
+    (
+        {"eval_fraction": 0.2},
+        {"eval_fraction": 0.25},
+        r"with data\.eval_fraction 0\.2; 0\.25 would evaluate",
+    ),
+    ({"eval_fraction": 0.2}, {"fold": "1/5"}, r"was trained with data\.fold null; 1/5 would evaluate"),
+    ({}, {"eval_fraction": 0.2}, r"was trained with data\.eval_fraction null; 0\.2 would evaluate"),
+]
+
+
+@pytest.mark.parametrize(("then", "now", "line"), HELD_OUT)
+def test_a_resume_that_would_evaluate_on_what_was_trained_is_refused(
+    then: dict[str, Any], now: dict[str, Any], line: str
+) -> None:
+    found = Checkpoint(Path("step-5"), Facts(5, 1, 0, 1, {"data": then}, {}), {})
+    with pytest.raises(UserError, match=line) if line else nullcontext():
+        check_held_out(DataConfig(**now), found)
