@@ -256,9 +256,9 @@ class CheckpointStore(Store):
     def _remove_old(self, facts: Facts) -> None:
         try:
             steps = self.checkpoints.steps()
-            kept_steps = {facts.step, *steps[: self.keep]}
-            if facts.best is not None:
-                kept_steps.add(self._mark_best(facts.best.step))
+            # Without a best: that of an earlier start, whose checkpoint.best was another.
+            best = self.checkpoints.linked_best() if facts.best is None else self._mark_best(facts.best.step)
+            kept_steps = {facts.step, best, *steps[: self.keep]}
             self.checkpoints.remove(step for step in steps if step not in kept_steps)
         except OSError as error:
             log.warning(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
@@ -338,8 +338,13 @@ class CheckpointSet:
             remove(draft, _LINK)
             draft.symlink_to(step_name(step))
             replace(draft, link, _LINK)
-        linked = step_of(os.readlink(link)) if link.is_symlink() else None
+        linked = self.linked_best()
         return step if linked is None else linked
+
+    def linked_best(self) -> int | None:
+        """Return the step that the link to the best points at; None if there is no link."""
+        link = self.folder / BEST
+        return step_of(os.readlink(link)) if link.is_symlink() else None
 
     def remove(self, steps: Iterable[int]) -> None:
         """Remove as many of these checkpoints as possible. Raises OSError for the first that cannot be removed."""

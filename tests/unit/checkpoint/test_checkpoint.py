@@ -832,14 +832,22 @@ def test_a_file_of_another_that_is_called_best_stays(run: Run) -> None:
 
 
 def test_the_link_to_the_best_goes_with_what_it_points_at(run: Run) -> None:
-    """As where a run goes on without checkpoint.best, or from before its best."""
-    run.save(100, best=Best("loss", 0.5, 100)).save(200, 300)
-    assert os.readlink(run.folder / "best") == run.place(100).name
-    run.save(400)
-    assert not os.path.lexists(run.folder / "best")
-    run.save(500, best=Best("loss", 0.4, 500))
+    """As where a run goes on from before its best."""
+    run.save(400).save(500, best=Best("loss", 0.4, 500))
+    assert os.readlink(run.folder / "best") == run.place(500).name
     run.store.rewind(400)
     assert not os.path.lexists(run.folder / "best")
+
+
+def test_the_best_stays_where_a_run_goes_on_without_one_until_it_has_another(tmp_path: Path) -> None:
+    """As where checkpoint.best is left out, or names another metric."""
+    run = Run(tmp_path / "run", keep=1).save(100, best=Best("loss", 0.5, 100)).save(200, 300)
+    assert run.names() == {"best", "step-000000100", "step-000000300"}
+    run.save(400, best=Best("accuracy", 0.5, 400)).save(500)
+    assert run.names() == {"best", "step-000000400", "step-000000500"}
+    (run.folder / "best").unlink()
+    run.save(600)
+    assert run.names() == {"step-000000600"}
 
 
 def test_settings_that_the_version_of_then_had_not_are_todays_defaults(run: Run) -> None:
