@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.layout import Checkpoint, Facts
+from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step_name
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files
@@ -80,15 +80,28 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
         log.warning(f"{checkpoint.folder}: this run drops what it has no use for: {listed(dropped)}")
     check_held_out(config.data, checkpoint)
     check_position(parts.train, checkpoint)
-    if checkpoint.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
-        parts.best.forget()  # belongs to another metric
-    then = tuple(checkpoint.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
-    if (config.early_stopping.metric, config.early_stopping.mode) != then:
-        parts.early_stopping.best.forget()
-    elif checkpoint.facts.setting("early_stopping.patience") is None:
-        parts.early_stopping.best.evaluations_since.assign(0)  # that run did not count them
+    _forget_values(run, checkpoint)
     log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
     return arrays.get(LOSS_AVERAGE_BY_RANK)
+
+
+def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
+    """Forget the best value, and early stopping's, where they stand for something else now."""
+    config, facts = run.config, checkpoint.facts
+    best, stopping = run.parts.best, run.parts.early_stopping.best
+    if facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
+        best.forget()  # belongs to another metric
+    then = tuple(facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
+    if (config.early_stopping.metric, config.early_stopping.mode) != then:
+        stopping.forget()
+    elif facts.setting("early_stopping.patience") is None:
+        stopping.evaluations_since.assign(0)  # that run did not count them
+    step, folder = int(best.step), Path(config.output_dir or "") / CHECKPOINTS
+    if config.checkpoint.best and step >= 0 and not (folder / step_name(step)).is_dir():
+        log.info(
+            f"checkpoint.best: {folder} does not have the best so far, {step_name(step)}; it is sought from here on"
+        )
+        best.forget()
 
 
 def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:

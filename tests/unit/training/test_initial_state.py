@@ -18,11 +18,12 @@ from keras import layers
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import CheckpointConfig, Config, Watched
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.optimizers import Optimizers
+from horovod_train.training.stopping import BestTracker, EarlyStopping
 
 ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
 
@@ -154,22 +155,23 @@ def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) 
     return TrainState(model, optimizers, averages=MovingAverages(model, decay))
 
 
-def restored(state: TrainState, before: TrainState, folder: Path, **facts: Any) -> None:
-    """Save what a run is before, and restore it into the state of a run."""
-    fresh = Facts(step=0, epoch=0, records=0, ranks=1, config=as_dict(Config()), versions={})
+def restored(state: TrainState, before: TrainState, folder: Path, config: Config | None = None, **facts: Any) -> Any:
+    """Save what a run is before, and restore it into the state of a run whose best values are of step 3; return it."""
+    config = config or Config()
+    fresh = Facts(step=0, epoch=0, records=0, ranks=1, config=as_dict(config), versions={})
     arrays = {name: variable.numpy() for name, variable in before.variables().items()}
     write(folder, arrays, dataclasses.replace(fresh, **facts))
-    run: Any = SimpleNamespace(
-        checkpoint=verify(folder),
-        config=Config(),
-        group=SimpleNamespace(raise_together=nullcontext),
-        parts=SimpleNamespace(
-            early_stopping=SimpleNamespace(best=SimpleNamespace(evaluations_since=tf.Variable(0))),
-            train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1, class_names={}),
-        ),
-        state=state,
+    parts = SimpleNamespace(
+        best=BestTracker("best", config.checkpoint.best or Watched()),
+        early_stopping=EarlyStopping(config.early_stopping),
+        train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1, class_names={}),
     )
+    for tracker in (parts.best, parts.early_stopping.best):
+        tracker.update(3, {"loss": 0.5, "accuracy": 0.5})
+    group = SimpleNamespace(raise_together=nullcontext)
+    run: Any = SimpleNamespace(checkpoint=verify(folder), config=config, group=group, parts=parts, state=state)
     initial_state.restore(run)
+    return run
 
 
 @pytest.mark.parametrize("is_of_earlier_version", [False, True])
@@ -196,3 +198,16 @@ def test_a_state_that_a_run_has_no_use_for_any_more_is_named(tmp_path: Path, sai
         "ema/sequential/dense/kernel, optimizer/sgd/sequential_dense_bias_momentum, "
         "optimizer/sgd/sequential_dense_kernel_momentum"
     ]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_best_of_another_folder_is_forgotten(tmp_path: Path, said: list[str], is_here: bool) -> None:
+    """As after a resume from the path of another run: nothing here could be called the best."""
+    config = Config(output_dir=str(tmp_path), checkpoint=CheckpointConfig(best=Watched()))
+    if is_here:
+        (tmp_path / "checkpoints" / "step-000000003").mkdir(parents=True)
+    run = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", config)
+    assert int(run.parts.best.step) == (3 if is_here else -1)
+    assert int(run.parts.early_stopping.best.step) == 3
+    line = f"checkpoint.best: {tmp_path / 'checkpoints'} does not have step-000000003, the best so far"
+    assert any(shown.startswith(line) for shown in said) == (not is_here)
