@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from horovod_train.config.loader import as_dict
+from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import UserError
 
@@ -44,6 +44,8 @@ _PAUSES_S = (0.5, 2.0)
 """Before each further attempt to read."""
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
 """Errors that say that a file is missing or its content lost. Others, such as EACCES, say nothing about the content."""
+_MOST_SHOWN = 60
+"""Characters of a setting in a line about settings that have changed."""
 
 Result = TypeVar("Result")
 
@@ -115,6 +117,55 @@ class Facts:
             default = default[key]
             value = value[key] if isinstance(value, Mapping) and key in value else default
         return value
+
+    def changes(self, config: Config, keys: Sequence[str] = ()) -> dict[str, str]:
+        """Return how settings differ from those of the run that wrote it, by `section.key`, as "then → now".
+
+        keys: the settings and sections to compare; default: all that matter to the result of the run.
+        """
+        then, now = {**_flat(as_dict(Config())), **_flat(self.config)}, _flat(as_dict(config))
+        changed = {
+            path: (then.get(path, _UNSET), now.get(path, _UNSET))
+            for path in {**then, **now}
+            if _is_in(path, keys) or (not keys and not _is_in(path, _NOT_OF_THE_RESULT))
+        }
+        nothing: list[Any] = [_UNSET, None, {}, []]
+        return {
+            path: f"{_shown(old)} → {_shown(new)}"
+            for path, (old, new) in changed.items()
+            if old != new and not (old in nothing and new in nothing)
+        }
+
+
+_UNSET = object()
+_NOT_OF_THE_RESULT = (
+    *("output_dir", "log", "watch", "device", "eval.batch_size_per_rank"),
+    *(
+        f"checkpoint.{key}"
+        for key in ["every_steps", "every_epochs", "every_minutes", "keep", "max_failed_saves", "resume"]
+    ),
+    *(f"data.{key}" for key in ["index_dir", "stage_dir", "cache", "read_threads", "read_ahead_chunks"]),
+    *(f"data.{key}" for key in ["parallel_parse_calls", "prefetch_batches", "audit", "retry_s"]),
+    *(f"train.{key}" for key in ["steps_per_call", "max_time", "check_agreement_every_steps"]),
+    *(f"horovod.{key}" for key in ["cycle_time_ms", "fusion_threshold_mb", "timeline"]),
+)
+"""Settings and sections that may differ between two starts of a run without another result."""
+
+
+def _is_in(path: str, keys: Sequence[str]) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for key in keys)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings by `section.key`, as JSON gives them back."""
+    return dict(by_key(json.loads(json.dumps(config, default=str))))
+
+
+def _shown(value: Any) -> str:
+    if value is _UNSET:
+        return "unset"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True)

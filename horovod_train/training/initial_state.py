@@ -82,7 +82,23 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     check_position(parts.train, checkpoint)
     _forget_values(run, checkpoint)
     log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
+    _name_changes(config, checkpoint.facts)
     return arrays.get(LOSS_AVERAGE_BY_RANK)
+
+
+def _name_changes(config: Config, facts: Facts) -> None:
+    now = consistency.versions()
+    versions = {
+        name: f"{facts.versions[name]} → {now[name]}"
+        for name in now
+        if facts.versions.get(name, now[name]) != now[name]
+    }
+    changes = facts.changes(config)
+    if changes or versions:
+        parts = [f"{name} {change}" for name, change in (changes | versions).items()]
+        if "model.init_from" in changes:
+            parts.append("model.init_from has no effect on a run that resumes")
+        log.info(f"changed since this checkpoint: {'; '.join(parts)}")
 
 
 def _forget_values(run: Run, checkpoint: Checkpoint) -> None:

@@ -27,6 +27,8 @@ from horovod_train.checkpoint import layout, manager, tensors
 from horovod_train.checkpoint.layout import MANIFEST, Best, Damaged, Facts, most_at_once, open_checkpoint, pack, verify
 from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
 from horovod_train.checkpoint.tensors import load, read_arrays
+from horovod_train.config.loader import as_dict
+from horovod_train.config.loader import load as load_config
 from horovod_train.config.settings import CheckpointConfig, Watched
 from horovod_train.errors import UserError
 from horovod_train.output import logs
@@ -34,6 +36,7 @@ from horovod_train.output import logs
 FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
 
 
+MINIMAL = {"data": {"train": "t", "global_batch_size": 8}}
 CONFIG = {"seed": 1, "checkpoint": {"resume": "auto"}}
 
 
@@ -883,3 +886,38 @@ def test_a_file_system_that_fails_for_a_moment_damages_nothing(run: Run, monkeyp
     failures += [OSError(errno.EIO, "Input/output error")] * 3
     with pytest.raises(UserError, match=r"none of the 1 checkpoint\(s\) .* step 1: Input/output error"):
         Run(run.directory).store.find("auto")
+
+
+def test_settings_that_matter_are_compared_with_those_of_then() -> None:
+    then, _ = load_config([MINIMAL], ["optimizer={name: sgd, options: {momentum: 0.9}}", "train.l2=0.1"])
+    changed, _ = load_config(
+        [MINIMAL],
+        [
+            "optimizer={name: sgd, options: {nesterov: true}}",
+            "train.epochs=5",
+            "data.source={name: 'a:B'}",
+            "data.eval=b",
+            "model.options.blocks=2",
+            "output_dir=elsewhere",
+            "log.every_steps=7",
+            "checkpoint={keep: 9, best: {metric: loss}}",
+            "data.read_threads=1",
+        ],
+    )
+    kept = dataclasses.replace(facts(7), config=json.loads(json.dumps(as_dict(then))))
+    assert kept.changes(then) == {}
+    changes = kept.changes(changed)
+    assert changes == {
+        "data.source.name": "unset → a:B",
+        "data.eval": '[] → ["b"]',
+        "model.options.blocks": "unset → 2",
+        "optimizer.options.momentum": "0.9 → unset",
+        "optimizer.options.nesterov": "unset → true",
+        "train.epochs": "null → 5",
+        "train.l2": "0.1 → 0.0",
+        "checkpoint.best.metric": "unset → loss",
+        "checkpoint.best.mode": "unset → min",
+    }
+    assert kept.changes(changed, ["model", "train.l2"]).keys() == {"model.options.blocks", "train.l2"}
+    earlier = dataclasses.replace(kept, config={"train": {"l2": 0.1}})  # of a version that had few settings
+    assert earlier.changes(then, ["train.l2", "train.synchronization", "data.retry_s"]) == {}

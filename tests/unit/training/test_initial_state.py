@@ -18,7 +18,8 @@ from keras import layers
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict
-from horovod_train.config.settings import CheckpointConfig, Config, Watched
+from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, TrainConfig, Watched
+from horovod_train.distributed import consistency
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
 from horovod_train.training.state import MovingAverages, TrainState
@@ -211,3 +212,18 @@ def test_a_best_of_another_folder_is_forgotten(tmp_path: Path, said: list[str], 
     assert int(run.parts.early_stopping.best.step) == 3
     line = f"checkpoint.best: {tmp_path / 'checkpoints'} does not have step-000000003, the best so far"
     assert any(shown.startswith(line) for shown in said) == (not is_here)
+
+
+def test_a_resume_says_what_has_changed_since_the_checkpoint(tmp_path: Path, said: list[str]) -> None:
+    then = Config(train=TrainConfig(epochs=5), model=ModelSpec("mlp"))
+    now = Config(train=TrainConfig(epochs=10), model=ModelSpec("mlp", init_from="other"), output_dir="elsewhere")
+    versions = consistency.versions()
+    before = {"config": as_dict(then), "versions": versions}
+    restored(compiled(0.1), compiled(0.1), tmp_path / "same", then, **before)
+    assert not [line for line in said if line.startswith("changed")]
+    before["versions"] = {**versions, "keras": "3.0"}
+    restored(compiled(0.1), compiled(0.1), tmp_path / "saved", now, **before)
+    assert [line for line in said if line.startswith("changed")] == [
+        "changed since this checkpoint: model.init_from null → other; train.epochs 5 → 10; "
+        f"keras 3.0 → {keras.__version__}; model.init_from has no effect on a run that resumes"
+    ]
