@@ -42,6 +42,8 @@ _TABLES: tuple[type[Any], ...] = (
     tf.lookup.experimental.DenseHashTable,
 )
 _CONSTANT = "constant "
+_MEANING = ("data.eval", "data.eval_fraction", "data.fold", "data.features", "train.ema_decay")
+"""Settings on which all values of an evaluation depend."""
 log = logging.getLogger(__name__)
 
 
@@ -112,11 +114,20 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
         stopping.forget()
     elif facts.setting("early_stopping.patience") is None:
         stopping.evaluations_since.assign(0)  # that run did not count them
+    stops = config.early_stopping.patience is not None or config.early_stopping.target is not None
+    for name, tracker, is_used in [
+        ("checkpoint.best", best, config.checkpoint.best),
+        ("early_stopping", stopping, stops),
+    ]:
+        of_metric = ("loss", "train.l2") if tracker.metric == "loss" else ("metrics", "weighted_metrics")
+        if changed := facts.changes(config, [*_MEANING, *of_metric]):
+            if is_used and int(tracker.step) >= 0:
+                value = f"the best {tracker.metric} so far, {float(tracker.value):.6g} at step {int(tracker.step)}"
+                log.info(f"{name}: {value}, is forgotten, because another {listed(changed)} gives other values")
+            tracker.forget()
     step, folder = int(best.step), Path(config.output_dir or "") / CHECKPOINTS
     if config.checkpoint.best and step >= 0 and not (folder / step_name(step)).is_dir():
-        log.info(
-            f"checkpoint.best: {folder} does not have the best so far, {step_name(step)}; it is sought from here on"
-        )
+        log.info(f"checkpoint.best: {folder} does not have {step_name(step)}, the best so far; it is sought anew")
         best.forget()
 
 

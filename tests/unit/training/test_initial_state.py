@@ -17,7 +17,7 @@ from keras import layers
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
-from horovod_train.config.loader import as_dict
+from horovod_train.config.loader import as_dict, load
 from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, TrainConfig, Watched
 from horovod_train.distributed import consistency
 from horovod_train.errors import UserError
@@ -227,3 +227,33 @@ def test_a_resume_says_what_has_changed_since_the_checkpoint(tmp_path: Path, sai
         "changed since this checkpoint: model.init_from null → other; train.epochs 5 → 10; "
         f"keras 3.0 → {keras.__version__}; model.init_from has no effect on a run that resumes"
     ]
+
+
+EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
+    "nothing": ("loss", "log.every_steps=7", ""),
+    "loss": ("loss", "loss=mean_squared_error", "loss.name"),
+    "penalty": ("loss", "train.l2=0.1", "train.l2"),
+    "records": ("accuracy", "data.eval=other", "data.eval"),
+    "averages": ("accuracy", "train.ema_decay=0.9", "train.ema_decay"),
+    "a metric beside": ("loss", "metrics=[accuracy, sparse_top_k_categorical_accuracy]", ""),
+    "metrics": ("accuracy", "metrics=[binary_accuracy]", "metrics"),
+    "loss beside": ("accuracy", "loss=mean_squared_error", ""),
+}
+
+
+@pytest.mark.parametrize(("metric", "word", "changed"), EVALUATED_OTHERWISE.values(), ids=EVALUATED_OTHERWISE)
+def test_best_values_that_mean_something_else_now_are_forgotten(
+    tmp_path: Path, said: list[str], metric: str, word: str, changed: str
+) -> None:
+    watched = f"{{metric: {metric}, mode: min}}"
+    words = ["data={train: a, eval: b, global_batch_size: 8}", "metrics=[accuracy]", f"checkpoint.best={watched}"]
+    words += [f"early_stopping={watched}", "early_stopping.patience=3", f"output_dir={tmp_path}"]
+    (tmp_path / "checkpoints" / "step-000000003").mkdir(parents=True)
+    then, now = load([], words)[0], load([], [*words, word])[0]
+    run = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", now, config=as_dict(then))
+    assert [int(run.parts.best.step), int(run.parts.early_stopping.best.step)] == ([-1, -1] if changed else [3, 3])
+    lines = [
+        f"{name}: the best {metric} so far, 0.5 at step 3, is forgotten, because another {changed} gives other values"
+        for name in ("checkpoint.best", "early_stopping")
+    ]
+    assert [line for line in said if "is forgotten" in line] == (lines if changed else [])
