@@ -5,6 +5,7 @@ Decides once, when opened, who writes: root. Does not decide when, and does not 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import statistics
@@ -98,8 +99,11 @@ class Output:
     def fail(self) -> None:
         """Finish the trackers, and close all forms of metrics but metrics.prom, which tells alerts that the run did."""
 
-    def write_config(self, text: str) -> None:
-        """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
+    def write_config(self, text: str, *, held_back: bool = False) -> None:
+        """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin.
+
+        held_back: write it with summary.json only.
+        """
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
         """Remove the metrics after `step`: the run resumes there and will write them again.
@@ -141,6 +145,10 @@ class Output:
         """Return the last metrics of a split, also from before a resume; empty if there are none."""
         return {}
 
+    def tells_end_at(self, step: int) -> bool:
+        """Return whether config.yaml and summary.json are there, of a run that was done at `step`."""
+        return False
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json. Raises RunError: a run whose end is not recorded has not ended well."""
 
@@ -167,6 +175,7 @@ class RunOutput(Output):
         self._metrics = MetricsFile(directory)
         self._trackers = trackers or Trackers()
         self._prometheus = PrometheusFile(directory)
+        self._config_held_back: str | None = None
         self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._prometheus]
         self._writers += [self._trackers, *user_writers]
         self._held: tuple[int, Mapping[str, float], Aside] = (-1, {}, NO_ASIDE)
@@ -190,7 +199,10 @@ class RunOutput(Output):
         self._writers = [writer for writer in self._writers if writer is not self._prometheus]
         self.close()
 
-    def write_config(self, text: str) -> None:
+    def write_config(self, text: str, *, held_back: bool = False) -> None:
+        self._config_held_back = text if held_back else None
+        if held_back:
+            return
         with must_be_writable(self.directory / "config.yaml"):
             write_atomically(self.directory / "config.yaml", _CONFIG_HEAD + text, _CONFIG)
 
@@ -252,7 +264,17 @@ class RunOutput(Output):
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
         return self._metrics.last.get(split, {})
 
+    def tells_end_at(self, step: int) -> bool:
+        try:
+            summary = json.loads((self.directory / "summary.json").read_bytes())
+        except (OSError, ValueError):
+            return False
+        is_end = isinstance(summary, dict) and bool(summary.get("finished")) and summary.get("steps") == step
+        return is_end and (self.directory / "config.yaml").exists()
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
+        if self._config_held_back is not None:
+            self.write_config(self._config_held_back)
         path = self.directory / "summary.json"
         try:
             write_atomically(path, json_text(summary, indent=2) + "\n", _SUMMARY)

@@ -29,7 +29,7 @@ from horovod_train.output.run_dir import describe_commit
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.hooks.evaluate import begin_callbacks, is_evaluated
-from horovod_train.training.hooks.save import saving
+from horovod_train.training.hooks.save import place, saving
 from horovod_train.training.initial_state import (
     check_contents,
     contents,
@@ -75,11 +75,19 @@ def run(config: Config) -> int:
         # At the end of an epoch before hooks: an evaluation that a stop interrupted comes before more is trained.
         run.parts.freezing.apply(int(run.state.epoch) - (int(run.state.records) == 0))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
-        audit = _begin_files(run)
+        is_told = _is_over(run) and run.output.tells_end_at(int(run.state.step))
+        audit = _begin_files(run, is_told=is_told)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
             begin_callbacks(run)
+            start = place(run, int(run.state.step))
             reason = fit(run, build_hooks(run, audit), audit)
-        return _finish(run, reason)
+        # Else an evaluation or a hook has been made up, and the files tell of that.
+        return _finish(run, reason, is_told=is_told and place(run, int(run.state.step)) == start)
+
+
+def _is_over(run: Run) -> bool:
+    """Return whether nothing is left to train; what a stop has interrupted may be left to do."""
+    return int(run.state.step) >= run.parts.last_step or run.parts.early_stopping.ended() is not None
 
 
 def _describe_parts(run: Run) -> None:
@@ -93,8 +101,11 @@ def _describe_parts(run: Run) -> None:
         log.warning(line)
 
 
-def _begin_files(run: Run) -> Audit:
-    """Collective: make the run directory as it was at the first step, and add what does not change; open the audit."""
+def _begin_files(run: Run, *, is_told: bool) -> Audit:
+    """Collective: make the run directory as it was at the first step, and add what does not change; open the audit.
+
+    is_told: whether its files tell of a run that is done, and stay as they are unless there is more to tell.
+    """
     first_step = int(run.state.step)
     if run.group.is_root and (commit := describe_commit(Path.cwd())):
         log.info(f"code: {commit}")
@@ -106,11 +117,13 @@ def _begin_files(run: Run) -> Audit:
         run.output.start_trackers(first_step, as_dict(run.config), anew=is_anew)
         run.store.rewind(first_step)  # before metrics are removed: a kill in between leaves them beside the checkpoint
         run.output.rewind(first_step, is_evaluated=run.parts.eval is None or is_evaluated(run, first_step))
-        run.output.write_config(dump(run.config))
+        run.output.write_config(dump(run.config), held_back=is_told)
         audit = _open_audit(run)
     if run.config.log.graph:
         _draw_graph(run)
     log.info(f"ends at step {run.parts.last_step}")
+    if _is_over(run):
+        log.info(f"nothing is left to train: the run has come to its end at step {first_step}")
     run.output.start_progress(first_step, run.parts.last_step)
     return audit
 
@@ -297,8 +310,11 @@ def _last_save_finished(run: Run) -> Iterator[None]:
         raise
 
 
-def _finish(run: Run, reason: StopReason) -> int:
-    """Collective: wait for the last save, write the summary, and close what other ranks and the watchdog know of."""
+def _finish(run: Run, reason: StopReason, *, is_told: bool) -> int:
+    """Collective: wait for the last save, write the summary, and close what other ranks and the watchdog know of.
+
+    is_told: whether the files of the run directory tell all this already.
+    """
     with saving(run):
         failure = run.store.wait()
     with run.group.raise_together():
@@ -306,7 +322,8 @@ def _finish(run: Run, reason: StopReason) -> int:
             raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(run, reason)
     with run.group.raise_together():
-        run.output.write_summary(summary)
+        if not is_told:
+            run.output.write_summary(summary)
     why = "" if reason == DONE else f" ({reason.text})"
     saved = "; saved" if summary["steps"] else ""
     again = f"{saved}; to resume, {_how_to_resume(run.config, reason)}" if reason.restartable else ""

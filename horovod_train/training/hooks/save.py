@@ -33,7 +33,7 @@ class Save:
 
     def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies) -> None:
         self._audit, self._copies = audit, copies
-        self._start = _place(run, first_step)
+        self._start = place(run, first_step)
         self._saved: tuple[int, ...] | None = self._start
         self._contents = contents(run.state.model) if run.group.is_root else {}
         config = run.config.checkpoint
@@ -43,8 +43,8 @@ class Save:
             self._copies.reserve(run.state.variables())
 
     def __call__(self, run: Run, step: int) -> None:
-        place = _place(run, step)
-        if place == self._saved:
+        here = place(run, step)
+        if here == self._saved:
             return
         started = time.perf_counter()
         with run.clock.stopped(), saving(run):
@@ -55,14 +55,14 @@ class Save:
             arrays = settled.snapshot(run.group, self._copies)
             run.output.sync()  # a power cut must not leave a checkpoint that is newer than its metrics
             run.store.save(arrays, _facts(run, self._contents))
-        self._saved = place
+        self._saved = here
         seconds = time.perf_counter() - started
         run.stopping.note_save(seconds)
         run.clock.note_blocked("save_blocked_s", seconds)
 
     def at_end(self, run: Run, step: int) -> None:
         """Save what callbacks and hooks may have changed at the end, and what could not be saved before."""
-        if self._start == _place(run, step):
+        if self._start == place(run, step):
             return  # the run had ended before
         with saving(run):
             has_failed = run.group.broadcast_object(run.store.wait())
@@ -93,7 +93,7 @@ class SaveByTime:
             self._save(run, step)
 
 
-def _place(run: Run, step: int) -> tuple[int, int, int, int]:
+def place(run: Run, step: int) -> tuple[int, int, int, int]:
     """Return what moves on with each step, and with an evaluation, the end of an epoch or of the training after it."""
     callbacks = run.parts.callbacks
     return step, int(run.parts.evaluated), callbacks.epoch_ended_at, callbacks.train_ended_at

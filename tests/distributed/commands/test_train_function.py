@@ -24,7 +24,10 @@ log: {{tensorboard: false}}
 
 
 def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_path: Path) -> None:
-    """Keras numbers names by process, and the names of variables in checkpoints are Keras'."""
+    """Keras numbers names by process, and the names of variables in checkpoints are Keras'.
+
+    A third one, with another setting, has nothing left to do: it says so, and leaves the files of the second.
+    """
     (tmp_path / "config.yaml").write_text(BASE.format(data=digits))
     program = str(PROGRAMS / "trained_twice.py")
     finished = run_process([*warm_python(), program, str(tmp_path), str(tmp_path / "config.yaml")])
@@ -34,6 +37,13 @@ def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_
     assert (first["steps"], second["steps"]) == (15, 30)
     assert first["weights"] != second["weights"]
     assert "resumed from" in finished.stdout
+    begun = [line for line in finished.stdout.splitlines() if line.startswith(("changed since", "nothing is left"))]
+    assert begun == [
+        "changed since this checkpoint: train.epochs 1 → 2",
+        "changed since this checkpoint: train.l2 0.0 → 0.1",
+        "nothing is left to train: the run has come to its end at step 30",
+    ]
+    assert found["kept"] == ["config.yaml", "summary.json"]
     assert found["left"] == []
     assert found["evaluated"] == 0, finished.text
 

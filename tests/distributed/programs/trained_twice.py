@@ -1,4 +1,7 @@
-"""Trains in one process by `train`, trains on from there, and evaluates: trained_twice.py OUT CONFIG."""
+"""Trains in one process by `train`, trains on from there, starts the end again, and evaluates.
+
+trained_twice.py OUT CONFIG
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ for epochs in (1, 2):
     summary, model = horovod_train.train(config, f"train.epochs={epochs}")
     assert model is not None
     found.append({"steps": summary["steps"], "weights": float(sum(abs(w.numpy()).sum() for w in model.weights))})
+files = [Path(out, "run", name) for name in ("config.yaml", "summary.json")]
+written = [file.read_bytes() for file in files]
+horovod_train.train(config, "train.epochs=2", "train.l2=0.1")
+kept = [file.name for file, content in zip(files, written, strict=True) if file.read_bytes() == content]
 changed = {*before.items()} ^ {*os.environ.items()}
 left = sorted(name for name, _ in changed if name.startswith("HOROVOD"))
 evaluated = main(["evaluate", f"{out}/run"])
-Path(out, "found.json").write_text(json.dumps({"runs": found, "left": left, "evaluated": evaluated}))
+Path(out, "found.json").write_text(json.dumps({"runs": found, "left": left, "kept": kept, "evaluated": evaluated}))

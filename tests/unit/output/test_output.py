@@ -231,6 +231,21 @@ def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
     ]
 
 
+def test_a_config_that_is_held_back_is_written_with_the_summary_only(tmp_path: Path) -> None:
+    """As at a start of a run that is done: its files tell of its end, and stay unless there is more to tell."""
+    output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=True)
+    assert not output.tells_end_at(9)
+    output.write_config("seed: 1\n")
+    output.write_summary({"steps": 9, "finished": True})
+    assert (output.tells_end_at(9), output.tells_end_at(8)) == (True, False)
+    output.write_config("seed: 2\n", held_back=True)
+    assert (tmp_path / "config.yaml").read_text().endswith("\nseed: 1\n")
+    output.write_summary({"steps": 9, "finished": False})
+    assert (tmp_path / "config.yaml").read_text().endswith("\nseed: 2\n")
+    assert not output.tells_end_at(9)
+    output.close()
+
+
 TRAIN = {"loss": 0.5, "accuracy": 0.75, "learning_rate": 0.1, "examples_per_s": 1000.0, "s_per_step": 0.01}
 
 
