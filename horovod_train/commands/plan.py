@@ -67,7 +67,7 @@ _RATE_ROWS = 10
 
 NOT_CHECKED = (
     "--fast: model, loss, metrics, optimizer, data.augment and data.parse were not built: their names and options are "
-    "not checked, and memory is not known"
+    "not checked, nor whether the checkpoint to resume from goes with the records, and memory is not known"
 )
 
 

@@ -15,6 +15,7 @@ from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.rules import PER_OUTPUT
 from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
 from horovod_train.data.augment import build_augmentations
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.device import Device, pin_to_cpu
 from horovod_train.distributed.group import WorkerGroup
@@ -31,6 +32,7 @@ from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.compiled import build_metrics
 from horovod_train.training.fine_tuning import is_lora, match
 from horovod_train.training.hooks import load_hooks
+from horovod_train.training.initial_state import check_held_out, check_position
 from horovod_train.training.losses import build_loss
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
@@ -52,12 +54,20 @@ def _build(config: Config, outlook: Outlook | None, device: Device) -> tuple[Siz
         components = _attempt(lambda: _build_as_rank_0(outlook, device), build_faults, "")
         sizes = components and _attempt(lambda: _measure(components, outlook), build_faults, "")
         if sizes is not None:
-            return sizes, []
+            _attempt(lambda: _check_resume(components.train, outlook), build_faults, "")
+            return sizes, build_faults
     faults: list[str] = []
     for where, make in _parts(config, outlook.horizon if outlook else ANY_HORIZON):
         _attempt(make, faults, f"{where}: ")
     # build_components fails with the first fault of a part, or because the parts do not fit together.
     return None, [*(fault for fault in build_faults if not any(part.endswith(fault) for part in faults)), *faults]
+
+
+def _check_resume(train: BatchSource, outlook: Outlook) -> None:
+    """Raise UserError if the run would refuse the checkpoint that it resumes from because of its data."""
+    if outlook.start:
+        check_held_out(outlook.config.data, outlook.start)
+        check_position(train, outlook.start)
 
 
 def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from made_records import config as data_config
 from made_records import make_images
 
-from horovod_train.checkpoint.layout import count_multiples, count_saves
+from horovod_train.checkpoint.layout import Facts, count_multiples, count_saves
+from horovod_train.checkpoint.tensors import write
 from horovod_train.commands import plan, plan_model
 from horovod_train.commands.check_data import epoch_shares
 from horovod_train.commands.plan import Pace, Sizes, collect, open_outlook, records_by_rank, rows_by_rank
@@ -184,6 +185,38 @@ def test_fast_answers_for_64_ranks_without_tensorflow_and_says_what_it_left_out(
     assert finished.returncode == 0, finished.stderr
     assert "1 on 64 ranks" in finished.stdout
     assert "their names and options are not checked" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "fault"),
+    [
+        (5, [], ""),
+        (
+            7,
+            [],
+            "its 7 steps were 1 epochs of 7; with the data and data.global_batch_size 16 of this config an epoch has 5",
+        ),
+        (
+            5,
+            ["data.eval=[]", "data.eval_fraction=0.01"],
+            "was trained with data.eval_fraction null; 0.01 would evaluate",
+        ),
+    ],
+)
+def test_a_checkpoint_that_the_run_would_refuse_is_a_fault(
+    config_file: Path, capsys: pytest.CaptureFixture[str], step: int, words: list[str], fault: str
+) -> None:
+    config = {"data": {"global_batch_size": 16}}
+    folder = config_file.parent / "run" / "checkpoints" / f"step-{step:09}"
+    folder.parent.mkdir(parents=True)
+    write(folder, {"w": np.zeros(1)}, Facts(step, 1, 0, ranks=1, config=config, versions={}))
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    with pytest.raises(UserError) if fault else nullcontext():
+        plan.run(parser.parse_args(["--config", str(config_file), "--json", *words]))
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert len(faults) == bool(fault)
+    assert all(fault in found for found in faults)
 
 
 def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
