@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
+from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, open_checkpoint, read_manifest
 from horovod_train.config.loader import BUILT_IN, Origins, is_number, load, setting_like
 from horovod_train.config.paths import missing_paths, path_problem, remote_problem, text_problem
 from horovod_train.config.settings import Config
@@ -32,7 +34,14 @@ from horovod_train.output.removal import Artifact, check
 T = TypeVar("T")
 ConfigParts = tuple[list[str], list[str]]
 """Arguments that make up a config: files and overrides, in the order of `config.loader.load`."""
+_OF_THE_MODEL = (
+    *("model.name", "model.options", "model.lora"),
+    *("data.features", "data.inputs", "data.preprocess", "data.parse"),
+)
+"""Settings on which the model and what it is given depend."""
 LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER, lease.NAME)
+
+log = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
@@ -227,7 +236,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_run(arguments: argparse.Namespace) -> tuple[Config, str]:
-    """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint.
+    """Return the config and the checkpoint that the arguments mean. Raises UserError. Reads at most a manifest.
 
     The checkpoint is its folder, or a folder above, whose newest checkpoint is used.
     """
@@ -243,8 +252,25 @@ def choose_run(arguments: argparse.Namespace) -> tuple[Config, str]:
                 f"{folders[0]}: is no run's directory: it has no config.yaml. Name another, or use --config."
             )
         files = [str(saved)]
-    config, _ = load(files, [*overrides, *more_overrides])
-    return config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir)
+    config, origins = load(files, [*overrides, *more_overrides])
+    checkpoint = _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir)
+    if folders and launcher.detect().rank == 0:
+        _name_changes(config, origins, checkpoint)
+    return config, checkpoint
+
+
+def _name_changes(config: Config, origins: Origins, checkpoint: str) -> None:
+    """Warn of settings of the model and its inputs with which a checkpoint was not trained: config.yaml is newer."""
+    with suppress(UserError):  # of a checkpoint that cannot be opened, which is said where it is loaded
+        saved = open_checkpoint(checkpoint, "--checkpoint", read_manifest)
+        given = [key for key, where in origins.items() if where.startswith("command line")]
+        changes = [
+            f"{path} {change}"
+            for path, change in saved.facts.changes(config, _OF_THE_MODEL).items()
+            if not any(f"{path}.".startswith(f"{key}.") or key.startswith(f"{path}.") for key in given)
+        ]
+        if changes:
+            log.warning(f"config.yaml has other settings than {saved.folder}, and they count: {'; '.join(changes)}")
 
 
 def _checkpoint(choice: str, run_dir: str | None) -> str:

@@ -36,7 +36,7 @@ from horovod_train.output import logs
 FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
 
 
-MINIMAL = {"data": {"train": "t", "global_batch_size": 8}}
+MINIMAL = {"data": {"train": "t", "global_batch_size": 8}, "train": {"epochs": 3}}
 CONFIG = {"seed": 1, "checkpoint": {"resume": "auto"}}
 
 
@@ -913,7 +913,7 @@ def test_settings_that_matter_are_compared_with_those_of_then() -> None:
         "model.options.blocks": "unset → 2",
         "optimizer.options.momentum": "0.9 → unset",
         "optimizer.options.nesterov": "unset → true",
-        "train.epochs": "null → 5",
+        "train.epochs": "3 → 5",
         "train.l2": "0.1 → 0.0",
         "checkpoint.best.metric": "unset → loss",
         "checkpoint.best.mode": "unset → min",

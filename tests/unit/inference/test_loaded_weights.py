@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import keras
@@ -10,6 +11,8 @@ import pytest
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
+from horovod_train.commands.cli import add_run_arguments, choose_run
+from horovod_train.config.loader import as_dict, dump, load
 from horovod_train.errors import UserError
 from horovod_train.inference.run import Weights, load_weights
 
@@ -40,3 +43,24 @@ def test_weights_or_their_averages_are_taken_by_the_same_model_alone(
     assert all(np.all(array == value) for array in model.get_weights())
     with pytest.raises(UserError, match="has model/net/block2/bias, model/net/block2/kernel, which the model lacks"):
         load_weights(stack(2), saved, weights)
+
+
+def test_settings_of_the_model_that_are_newer_than_the_checkpoint_are_named(tmp_path: Path, said: list[str]) -> None:
+    """config.yaml is that of the last start; what the command line gives is meant."""
+    data = {"data": {"train": "t", "global_batch_size": 8}, "train": {"epochs": 1}}
+    then, _ = load([data], ["model={name: 'a:b', options: {depth: 3}}", "data.preprocess='a:c'", "train.l2=0.1"])
+    now, _ = load([data], ["model={name: 'a:b', options: {depth: 2}}", "data.preprocess='a:d'"])
+    facts = Facts(step=5, epoch=0, records=0, ranks=1, config=as_dict(then), versions={})
+    (tmp_path / "checkpoints").mkdir()
+    write(tmp_path / "checkpoints" / "step-000000005", {"w": np.ones(1)}, facts)
+    (tmp_path / "config.yaml").write_text(dump(now))
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    choose_run(parser.parse_args([str(tmp_path)]))
+    assert said == [
+        f"warning: config.yaml has other settings than {tmp_path / 'checkpoints' / 'step-000000005'}, and they count: "
+        "data.preprocess a:c → a:d; model.options.depth 3 → 2"
+    ]
+    said.clear()
+    choose_run(parser.parse_args([str(tmp_path), "model={name: 'a:b', options: {depth: 4}}", "data.preprocess=null"]))
+    assert said == []

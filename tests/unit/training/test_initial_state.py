@@ -247,7 +247,7 @@ def test_best_values_that_mean_something_else_now_are_forgotten(
 ) -> None:
     watched = f"{{metric: {metric}, mode: min}}"
     words = ["data={train: a, eval: b, global_batch_size: 8}", "metrics=[accuracy]", f"checkpoint.best={watched}"]
-    words += [f"early_stopping={watched}", "early_stopping.patience=3", f"output_dir={tmp_path}"]
+    words += [f"early_stopping={watched}", "early_stopping.patience=3", f"output_dir={tmp_path}", "train.epochs=9"]
     (tmp_path / "checkpoints" / "step-000000003").mkdir(parents=True)
     then, now = load([], words)[0], load([], [*words, word])[0]
     run = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", now, config=as_dict(then))
