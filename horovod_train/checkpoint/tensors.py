@@ -78,31 +78,38 @@ def _as_tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def load(
-    variables: Mapping[str, tf.Variable], checkpoint: Checkpoint, *, unwanted: Collection[str] = ()
+    variables: Mapping[str, tf.Variable],
+    checkpoint: Checkpoint,
+    *,
+    unwanted: Collection[str] = (),
+    changes: Mapping[str, str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Set variables to their saved values; return the arrays that no variable has, including `ranks/...`.
 
-    unwanted: the model's weights whose values are left out. Raises UserError, before changing anything, if a variable
-    was not saved or has another shape or dtype, or if a weight was saved that the model does not have.
+    unwanted: the model's weights whose values are left out. changes: what has changed since, by name, for the errors.
+
+    Raises UserError, before changing anything, if a variable was not saved or has another shape or dtype, or if a
+    weight was saved that the model does not have.
     """
     try:
         arrays = read_arrays(checkpoint)
     except Damaged as error:
         raise UserError(f"{checkpoint.folder}: {error}.") from error
+    why = f"with other settings: {'; '.join(f'{name} {change}' for name, change in changes.items())}" if changes else ""
     for name, variable in variables.items():
         if name not in arrays:
-            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_describe_writer(name, arrays)}.")
+            writer = why or _describe_writer(name, arrays)
+            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {writer}.")
         saved, shape = arrays[name], variable.shape.as_list()
         if list(saved.shape) != shape or saved.dtype.name != variable.dtype.name:
             raise UserError(
                 f"{checkpoint.folder}: {name} is {saved.dtype.name} {list(saved.shape)}; "
-                f"the model's is {variable.dtype.name} {shape}."
+                f"the model's is {variable.dtype.name} {shape}{f'; it was saved {why}' if why else ''}."
             )
     known = {*variables, *unwanted}
     if lost := [name for name in arrays if name.startswith("model/") and name not in known]:
-        raise UserError(
-            f"{checkpoint.folder}: has {listed(lost)}, which the model lacks; it was saved from another model."
-        )
+        writer = why or "from another model"
+        raise UserError(f"{checkpoint.folder}: has {listed(lost)}, which the model lacks; it was saved {writer}.")
     for name, variable in variables.items():
         variable.assign(arrays.pop(name))
     return arrays

@@ -44,6 +44,11 @@ _TABLES: tuple[type[Any], ...] = (
 _CONSTANT = "constant "
 _MEANING = ("data.eval", "data.eval_fraction", "data.fold", "data.features", "train.ema_decay")
 """Settings on which all values of an evaluation depend."""
+_OF_THE_STATE = (
+    *("precision", "model.name", "model.options", "model.lora", "model.freeze", "optimizer", "lr_schedule", "loss"),
+    *("train.synchronization", "train.ema_decay", "data.features", "data.inputs", "data.preprocess", "data.parse"),
+)
+"""Settings on which it depends which variables there are, and their shapes."""
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +79,9 @@ def restore(run: Run) -> Any:
 def _load(run: Run, checkpoint: Checkpoint) -> Any:
     config, parts = run.config, run.parts
     rates = run.state.rates
-    arrays = load({name: variable for name, variable in run.state.variables().items() if name not in rates}, checkpoint)
+    variables = {name: variable for name, variable in run.state.variables().items() if name not in rates}
+    versions = _changed_versions(checkpoint.facts)
+    arrays = load(variables, checkpoint, changes=checkpoint.facts.changes(config, _OF_THE_STATE) | versions)
     _restore_rates(run, arrays, checkpoint.facts)
     # The rates of a run without a schedule are left too; the log says what the rate is.
     state = ("optimizer/", "ema/", "exchange/")
@@ -88,16 +95,14 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     return arrays.get(LOSS_AVERAGE_BY_RANK)
 
 
-def _name_changes(config: Config, facts: Facts) -> None:
+def _changed_versions(facts: Facts) -> dict[str, str]:
     now = consistency.versions()
-    versions = {
-        name: f"{facts.versions[name]} → {now[name]}"
-        for name in now
-        if facts.versions.get(name, now[name]) != now[name]
-    }
-    changes = facts.changes(config)
-    if changes or versions:
-        parts = [f"{name} {change}" for name, change in (changes | versions).items()]
+    return {name: f"{then} → {now[name]}" for name, then in facts.versions.items() if now.get(name, then) != then}
+
+
+def _name_changes(config: Config, facts: Facts) -> None:
+    if changes := facts.changes(config) | _changed_versions(facts):
+        parts = [f"{name} {change}" for name, change in changes.items()]
         if "model.init_from" in changes:
             parts.append("model.init_from has no effect on a run that resumes")
         log.info(f"changed since this checkpoint: {'; '.join(parts)}")

@@ -18,7 +18,7 @@ from keras import layers
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict, load
-from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, TrainConfig, Watched
+from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, OptimizerSpec, TrainConfig, Watched
 from horovod_train.distributed import consistency
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
@@ -257,3 +257,13 @@ def test_best_values_that_mean_something_else_now_are_forgotten(
         for name in ("checkpoint.best", "early_stopping")
     ]
     assert [line for line in said if "is forgotten" in line] == (lines if changed else [])
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_what_has_changed(tmp_path: Path) -> None:
+    """Here a momentum, which has slots that were not saved."""
+    options = {"momentum": 0.9}
+    then, now = Config(train=TrainConfig(epochs=5)), Config(optimizer=OptimizerSpec("sgd", options))
+    line = r"has no optimizer/sgd/sequential_dense_kernel_momentum; it was saved with other settings: "
+    changes = r"optimizer\.name auto → sgd; optimizer\.options\.momentum unset → 0\.9"
+    with pytest.raises(UserError, match=f"{line}{changes}\\.$"):
+        restored(compiled(0.1, momentum=0.9), compiled(0.1), tmp_path / "saved", now, config=as_dict(then))
