@@ -39,6 +39,8 @@ class S3Server:
         self.spoilt: Iterator[str] = iter(())
         """How the next answers to GET are spoilt: "503"; "cut", the connection ends early; "short", half of the bytes;
         "slow", a byte a second; "": not."""
+        self.expired: set[str] = set()
+        """Access keys that are refused."""
         self.requests = self.failed = self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
         self._number = itertools.count(1)
@@ -59,6 +61,10 @@ class S3Server:
             self.failed += 1
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
+        if any(f"Credential={key}/" in environ.get("HTTP_AUTHORIZATION", "") for key in self.expired):
+            body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+            start_response("400 Bad Request", [("Content-Length", str(len(body)))])
+            return [body]
         how = next(self.spoilt, "") if environ["REQUEST_METHOD"] == "GET" else ""
         return self._spoil(how, environ, start_response) if how else self._moto(environ, start_response)
 

@@ -169,6 +169,9 @@ class Storage:
         self._listed: dict[str, dict[str, bool]] = {}
         self._versions: dict[str, str] = {}
         """By URL, as the store compares it."""
+        self._served: WeakSet[Any] = WeakSet()
+        """The drivers' objects that a store has answered."""
+        self._renewing = threading.Lock()
 
     def stamp(self, path: str) -> Stamp:
         if not is_remote(path):
@@ -315,8 +318,31 @@ class Storage:
 
     def _request(self, url: str, request: Callable[[Any, str], Any]) -> Any:
         """Return the answer of a remote file system: (file system, path in it) → answer."""
-        system = open_file_system(url)
-        return self._retries.call(url, lambda: request(system.system, system.path))
+
+        def once() -> Any:
+            system = open_file_system(url)
+            try:
+                answer = request(system.system, system.path)
+            except PermissionError:
+                if not self._has_new_credentials(url, system.system):
+                    raise
+                system = open_file_system(url)
+                answer = request(system.system, system.path)
+            self._served.add(system.system)
+            return answer
+
+        return self._retries.call(url, once)
+
+    def _has_new_credentials(self, url: str, system: Any) -> bool:
+        """Have a driver that was refused read its credentials anew, if it was served with those that it has.
+
+        A site may replace the file in which they are, every hour, but drivers read it once.
+        """
+        with self._renewing:
+            if system in self._served and open_file_system(url).system is system:
+                type(system).clear_instance_cache()
+                log.info(f"{url}: access is refused; reading the credentials anew", extra=ANY_RANK)
+            return open_file_system(url).system is not system
 
 
 def _mode(path: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,3 +98,29 @@ def test_blocks_of_another_object_are_not_trained_on(server: S3Server, tmp_path:
     server.put(tmp_path / "data", "*.tfrecord")
     with pytest.raises(UserError, match=r"0\.tfrecord: was changed while in use"):
         load(0)
+
+
+def test_credentials_that_expire_are_read_anew(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at sites that replace the file every hour; those that were never good are refused at once."""
+    secret = os.environ["AWS_SECRET_ACCESS_KEY"]
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+
+    def give(key: str) -> None:
+        text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+        (tmp_path / "credentials").write_text(text)
+
+    give("first")
+    kept = Storage()
+    assert read(kept) == CONTENT[256:768]
+    give("second")
+    server.expired = {"first"}
+    assert kept.read(URL, 512, 256) == CONTENT[512:768]
+    server.expired = {"first", "second"}
+    before = server.requests
+    with pytest.raises(PermissionError, match="The provided token has expired"):
+        kept.read(URL, 0, 10)
+    assert server.requests - before == 2
