@@ -81,7 +81,7 @@ def test_the_watch_sees_a_large_save_go_on_until_its_disk_counts_as_stuck(
 ) -> None:
     now, may_end = 1000.0, threading.Event()
     monkeypatch.setattr(manager, "write", lambda *_: may_end.wait())
-    monkeypatch.setattr(manager.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("horovod_train.checkpoint.manager.time.perf_counter", lambda: now)
     store = open_store(tmp_path, keep=1)
     facts = Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={})
     store.save({"model/table": np.zeros(25_000_000, np.float32)}, facts)
