@@ -106,6 +106,8 @@ class Facts:
     """The names of classes in the training records, by feature."""
     began_at: str = ""
     """The path in checkpoint.resume at which the run began; "" if at none."""
+    eval_data: str = ""
+    """Digest of the evaluation records; "" if there are none, or none is known."""
     contents: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What layers held besides weights when that start began, as training.initial_state.contents says it: digests."""
 

@@ -7,6 +7,7 @@ Changes nothing in the run directory.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -30,6 +31,7 @@ from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, s
 from horovod_train.errors import UserError, one_line
 from horovod_train.inference.predictions import Predictions, RecordNames, Specs, open_predictions
 from horovod_train.output.rank_log import RankLog
+from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
@@ -40,6 +42,8 @@ from horovod_train.training.state import weights_by_name
 
 Weights = Literal["auto", "trained", "ema"]
 """Weights of the last update, or their moving averages. auto: the averages if there are any."""
+
+log = logging.getLogger(__name__)
 
 _END = object()
 _MOST_BYTES = 16 << 20
@@ -212,7 +216,12 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
         variables = {
             name: variable for name, variable in variables.items() if variable.ref() not in averaged
         } | averages
-    load(variables, checkpoint, unwanted=trained)
+    unbuilt = [name for name in saved if name.startswith("model/") and name not in trained]
+    if unbuilt and not type(model).__module__.startswith("keras."):  # a class may build some layers in training only
+        log.warning(f"{checkpoint.folder}: the model is built without {listed(sorted(unbuilt))}, which are left out")
+        load(variables, checkpoint, unwanted={*trained, *unbuilt})
+    else:
+        load(variables, checkpoint, unwanted=trained)
     finalize(model)
     check_contents(contents(model), checkpoint)
     return "ema" if takes_averages else "trained"

@@ -401,12 +401,16 @@ def _check_exchanges(tried: Tried, source: BatchSource, group: WorkerGroup, meth
 
     Their graphs differ there: see named_by_call.
     """
+    if not tried.named_by_graph or group.size == 1:
+        return
     last = source.size_of(source.steps_per_epoch - 1)
-    if tried.named_by_graph and group.size > 1 and last.rows is not None and not last.is_full:
+    if last.rows is not None and not last.is_full:
+        may_drop = method == "train_step" and source.global_batch_size % group.size == 0
+        instead = "; or write data.drop_remainder: true" if may_drop else ""
         raise UserError(
             f"model.name: {method} calls {tried.named_by_graph[0]} by a name that differs between ranks in the last "
             "step of an epoch, which has fewer records. Call the function of horovod_train.tensorflow, outside of "
-            "branches, loops and tf.function; or write data.drop_remainder: true."
+            f"branches, loops and tf.function{instead}."
         )
 
 

@@ -63,7 +63,8 @@ class Named:
 
     def runs_users_code(self, *methods: str) -> bool:
         """Return whether one of some methods is a user's, not Keras' or ours: it may do anything."""
-        bound = [getattr(self.callback, method) for method in methods]
+        inner = [method.replace("on_train_batch", "on_batch") for method in methods]  # which Keras' own calls
+        bound = [getattr(self.callback, method) for method in {*methods, *inner}]
         return any(not str(each.__module__).startswith(("keras.", "horovod_train.")) for each in bound)
 
     def state(self) -> Any:
@@ -180,10 +181,10 @@ class Callbacks:
             if is_auto and monitor not in ("loss", "val_loss"):
                 raise UserError(f"callbacks: {named.name} monitors {monitor!r}: give its option mode, max or min.")
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *methods: str) -> dict[str, Any]:
         """Return for a checkpoint what a resume needs; without callbacks only when the training ended.
 
-        Raises RunError.
+        methods: with the states of those only that have one of them by a user's code; default: of all. Raises RunError.
         """
         if not self:
             return {"ended_at": self.train_ended_at}
@@ -193,7 +194,11 @@ class Callbacks:
             "begun": self.epoch_begun,
             "batch_begun_at": self.batch_begun_at,
             "have_stopped": self.have_stopped,
-            "states": {named.name: state for named in self.named if (state := named.state()) is not None},
+            "states": {
+                named.name: state
+                for named in self.named
+                if (not methods or named.runs_users_code(*methods)) and (state := named.state()) is not None
+            },
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:

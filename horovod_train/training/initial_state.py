@@ -41,9 +41,9 @@ _TABLES: tuple[type[Any], ...] = (
     tf.lookup.experimental.MutableHashTable,
     tf.lookup.experimental.DenseHashTable,
 )
-_CONSTANT = "constant "
-_MEANING = ("data.eval", "data.eval_fraction", "data.fold", "data.features", "train.ema_decay")
-"""Settings on which all values of an evaluation depend."""
+_CONSTANT, _TABLE, _VOCABULARY = "constant", "table", "vocabulary"
+_MEANING = ("data.features", "train.ema_decay")
+"""Settings on which all values of an evaluation depend; of the records their digest is compared."""
 _OF_THE_STATE = (
     *("precision", "model.name", "model.options", "model.lora", "model.freeze", "optimizer", "lr_schedule", "loss"),
     *("train.synchronization", "train.ema_decay", "data.features", "data.inputs", "data.preprocess", "data.parse"),
@@ -124,8 +124,11 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
         ("checkpoint.best", best, config.checkpoint.best),
         ("early_stopping", stopping, stops),
     ]:
-        of_metric = ("loss", "train.l2") if tracker.metric == "loss" else ("metrics", "weighted_metrics")
-        if changed := facts.changes(config, [*_MEANING, *of_metric]):
+        of_loss = ("loss", "train.l2") if tracker.metric == "loss" else ()
+        changed = [*facts.changes(config, [*_MEANING, *of_loss]), *_changed_metrics(config, facts, tracker.metric)]
+        if run.parts.eval and facts.eval_data and facts.eval_data != run.parts.eval.content:
+            changed.append("data.eval")
+        if changed:
             if is_used and int(tracker.step) >= 0:
                 value = f"the best {tracker.metric} so far, {float(tracker.value):.6g} at step {int(tracker.step)}"
                 log.info(f"{name}: {value}, is forgotten, because another {listed(changed)} gives other values")
@@ -134,6 +137,17 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
     if config.checkpoint.best and step >= 0 and not (folder / step_name(step)).is_dir():
         log.info(f"checkpoint.best: {folder} does not have {step_name(step)}, the best so far; it is sought anew")
         best.forget()
+
+
+def _changed_metrics(config: Config, facts: Facts, metric: str) -> list[str]:
+    """Return the settings in which a metric of this name, as evaluations show it, is another than then."""
+
+    def of_it(specs: Any) -> list[Any]:
+        named = [(spec["options"].get("name") or spec["name"].rpartition(":")[2], spec) for spec in specs]
+        return [spec for name, spec in named if name in metric]
+
+    now = json.loads(json.dumps(as_dict(config), default=str))
+    return [key for key in ("metrics", "weighted_metrics") if of_it(facts.setting(key)) != of_it(now[key])]
 
 
 def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
@@ -151,7 +165,12 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
 
 
 def check_held_out(data: DataConfig, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the run would evaluate on records that the checkpoint's run has trained on."""
+    """Raise UserError if the run would evaluate on records that the checkpoint's run has trained on.
+
+    Of other records nothing is known.
+    """
+    if list(checkpoint.facts.setting("data.train")) != list(data.train):
+        return
     for key, now in (("fold", data.fold), ("eval_fraction", data.eval_fraction)):
         then = checkpoint.facts.setting(f"data.{key}")
         if now is not None and now != then:
@@ -242,14 +261,15 @@ def contents(model: keras.Model) -> dict[str, str]:
 
 
 def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of other constants.
+    """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of what else differs.
 
-    Constants that are computed differ in the last bits between machines, and with the precision. held: by `contents`.
+    Constants that are computed differ in the last bits between machines, and with the precision; files that a user's
+    layer saves, by the time. held: by `contents`.
     """
     then = checkpoint.facts.contents
     changed = [name for name, value in held.items() if then.get(name, value) != value]
     line = f"{checkpoint.folder}: was saved with another {listed(changed)} than the model has now"
-    if any(not name.startswith(_CONSTANT) for name in changed):
+    if any(name.startswith((_TABLE, _VOCABULARY)) for name in changed):
         raise UserError(f"{line}, so weights would stand for other words. Give the model those of then.")
     if changed:
         log.warning(line)
@@ -268,15 +288,16 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
         # Tensors of graphs have no values.
         arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
         if arrays:
-            yield f"{_CONSTANT}{name}", digest("".join(map(_digest_of_array, arrays)).encode())
+            yield f"{_CONSTANT} {name}", digest("".join(map(_digest_of_array, arrays)).encode())
         for table in (part for kind in _TABLES for part in parts_in(value, kind)):
             if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
                 keys, values = (part.numpy().tolist() for part in table.export())
-                yield f"table {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
+                yield f"{_TABLE} {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
     if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
         assets = _digest_of_assets(layer)
         if assets is not None:
-            yield "vocabulary or other assets", assets
+            is_kerass = type(layer).__module__.startswith("keras.")
+            yield f"{_VOCABULARY} or other assets" if is_kerass else "assets", assets
 
 
 def _digest_of_array(array: np.ndarray) -> str:

@@ -28,7 +28,7 @@ from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.build import build_hooks
-from horovod_train.training.hooks.evaluate import begin_callbacks, is_evaluated
+from horovod_train.training.hooks.evaluate import begin_callbacks, is_evaluated, saved_state
 from horovod_train.training.hooks.save import place, saving
 from horovod_train.training.initial_state import (
     check_contents,
@@ -80,14 +80,16 @@ def run(config: Config) -> int:
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
             begin_callbacks(run)
             start = place(run, int(run.state.step))
-            reason = fit(run, build_hooks(run, audit), audit)
+            reason = fit(run, build_hooks(run, audit, held), audit)
         # Else an evaluation or a hook has been made up, and the files tell of that.
         return _finish(run, reason, is_told=is_told and place(run, int(run.state.step)) == start)
 
 
 def _is_over(run: Run) -> bool:
     """Return whether nothing is left to train; what a stop has interrupted may be left to do."""
-    return int(run.state.step) >= run.parts.last_step or run.parts.early_stopping.ended() is not None
+    told = saved_state(run.checkpoint, run.config) if run.checkpoint else {}
+    is_stopped = run.parts.early_stopping.ended() is not None or told.get("have_stopped", False)
+    return is_stopped or int(run.state.step) >= run.parts.last_step
 
 
 def _describe_parts(run: Run) -> None:

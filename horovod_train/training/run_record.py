@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -145,12 +145,10 @@ class Run:
     def outside_training(self, phase: str, detail: str = "") -> Iterator[None]:
         """Leave the block's time out of the training time and of the time between votes.
 
-        phase, detail: what the watchdog reports if the block takes too long. Of HOOK, what the block does to metrics is
-        undone: a user's code may evaluate.
+        phase, detail: what the watchdog reports if the block takes too long.
         """
         began = time.monotonic()
-        metrics = self.parts.train_step.figures.kept() if phase == HOOK else nullcontext()
-        with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail), metrics:
+        with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail):
             yield
         if phase == HOOK:
             self.stopping.note_hook(time.monotonic() - began)

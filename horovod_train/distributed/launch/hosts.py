@@ -39,8 +39,8 @@ from horovod_train.output.console import to_stderr
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
-    # A host that is switched off says nothing. As long as for heartbeats: ranks outlast a pause of the network.
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
+    # A host that is switched off says nothing. The ranks elsewhere notice it as fast, by their heartbeats.
+    *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"),
 )
 ANSWER_WITHIN_S = 20.0
 DISCOVER_WITHIN_S = 60.0

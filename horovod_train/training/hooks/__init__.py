@@ -98,7 +98,8 @@ def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
     def call(run: Any, step: int) -> StopReason | None:
         with run.outside_training(HOOK, f"calling {name}"):
             # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them of its failure.
-            with users_code(run, f"hooks: {name}", f"after step {step}"):
+            where = f"hooks: {name}", f"after step {step}"
+            with failing_as(run, *where), guarded(run, *where):
                 reason: Any = function(run, step)
             if reason is None or isinstance(reason, StopReason):
                 return _first_reason(run.group, reason)
@@ -109,23 +110,36 @@ def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
 
 
 @contextmanager
-def users_code(run: Any, name: str, when: str, *, may_freeze: bool = False) -> Iterator[None]:
-    """Raise a failure of a user's code in the block as RunError, or as UserError before the first step.
+def failing_as(run: Any, name: str, when: str) -> Iterator[None]:
+    """Raise a failure of a hook or callback in the block as RunError, or as UserError before the first step.
 
-    The loss of a rank is raised as it is. may_freeze: whether the block may change what is trainable. Steps that are
-    compiled would not follow, but those compiled later, as for a batch of another size or after a resume.
+    The loss of a rank is raised as it is.
     """
-    kind = RunError if run.group.heartbeat.has_stepped else UserError
-    trained = run.parts.freezing.trained
     try:
         yield
     except (Exception, SystemExit) as error:
         if isinstance(error, RunError) or is_connection_loss(error):
             raise
         text = one_line(error)
-        raise kind(f"{name} failed {when}: {type(error).__name__}: {text}{raised_at(error)}") from error
+        raise _kind(run)(f"{name} failed {when}: {type(error).__name__}: {text}{raised_at(error)}") from error
+
+
+def _kind(run: Any) -> type[RunError]:
+    return RunError if run.group.heartbeat.has_stepped else UserError
+
+
+@contextmanager
+def guarded(run: Any, name: str, when: str, may_freeze: bool = False) -> Iterator[None]:
+    """Undo what a user's code in the block does to metrics: it may evaluate. Raise RunError if it freezes weights.
+
+    may_freeze: whether it may change what is trainable. Steps that are compiled would not follow, but those compiled
+    later, as for a batch of another size or after a resume.
+    """
+    trained = run.parts.freezing.trained
+    with run.parts.train_step.figures.kept():
+        yield
     if run.parts.freezing.trained != trained and not may_freeze:
-        raise kind(
+        raise _kind(run)(
             f"{name} changed what is trainable {when}: the compiled steps train the weights of before. Say by "
             "model.freeze and model.unfreeze what is trained when, or set it in on_train_begin of a callback."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from horovod_train.data.audit import Audit
 from horovod_train.data.batch_source import Batch
@@ -18,15 +19,18 @@ from horovod_train.training.steps.histograms import Summaries
 log = logging.getLogger(__name__)
 
 
-def build_hooks(run: Run, audit: Audit) -> list[Hook]:
-    """Build the hooks, in the order in which they run at a step where several are due: log, evaluate, users', save."""
+def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
+    """Build the hooks, in the order in which they run at a step where several are due: log, evaluate, users', save.
+
+    held: what layers hold besides weights, for checkpoints.
+    """
     config, profiled = run.config, run.config.log.profile_at_steps
     per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes
     first_step = int(run.state.step)
     per_epoch = run.parts.train.steps_per_epoch
     # Short epochs have a line each, of all their steps, which also shows the evaluation at their end.
     is_by_epoch = run.parts.eval is not None and config.eval.every_epochs == 1 and per_epoch < config.log.every_steps
-    save = Save(run, first_step, audit, Copies())
+    save = Save(run, first_step, audit, Copies(), held)
     log_training = LogTraining(first_step, per_epoch if is_by_epoch else None)
 
     def epochs(count: int | None) -> int | None:

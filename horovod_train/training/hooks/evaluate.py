@@ -19,7 +19,7 @@ from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.shown_text import listed
-from horovod_train.training.hooks import Hook, every, users_code
+from horovod_train.training.hooks import Hook, every, failing_as, guarded
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.step import EvalStep
@@ -41,7 +41,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     with run.outside_training("evaluate"):
         state.settle(run.group)  # before callbacks exchange the weights for their averages
     may_change = parts.callbacks.run_users_code("on_test_begin")
-    before = parts.callbacks.state() if may_change else {}
+    before = parts.callbacks.state("on_test_begin") if may_change else {}
     undo = _undoing(weights_by_name(state.model.weights, "model") | state.rates if may_change else {})
     tell(run, step, "on_test_begin")
     with run.outside_training("evaluate"):
@@ -88,8 +88,10 @@ def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, f
     shared = dict(logs or {})
     for named in run.parts.callbacks.named:
         with run.outside_training(HOOK, f"calling {named.name}"):
-            may_freeze = method == "on_train_begin"  # called in each start, before a step is compiled
-            with users_code(run, f"callbacks: {named.name}", f"in {method} after step {step}", may_freeze=may_freeze):
+            may_freeze = method in ("on_train_begin", "on_train_end")  # before a step is compiled, or after the last
+            where = f"callbacks: {named.name}", f"in {method} after step {step}"
+            is_users = named.runs_users_code(method)
+            with failing_as(run, *where), guarded(run, *where, may_freeze) if is_users else nullcontext():
                 getattr(named.callback, method)(*arguments, shared)
     if method == "on_epoch_begin":
         (run.parts.callbacks.epoch_begun,) = arguments
@@ -105,7 +107,7 @@ def begin_callbacks(run: Run) -> None:
     """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
-    saved = run.group.broadcast_object(_saved_state(run.checkpoint, run.config) if run.checkpoint else {})
+    saved = run.group.broadcast_object(saved_state(run.checkpoint, run.config) if run.checkpoint else {})
     if not callbacks:
         callbacks.restore(saved, step)
         return
@@ -134,10 +136,13 @@ def begin_callbacks(run: Run) -> None:
 
 def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:
     """Return what gives variables the values that they have now, and returns the names of those that had others."""
-    values = {name: variable.numpy() for name, variable in variables.items()}
+    # Of those that nothing changes, this is no copy.
+    values = {name: variable.read_value() for name, variable in variables.items()}
 
     def undo() -> list[str]:
-        changed = [name for name, value in values.items() if variables[name].numpy().tobytes() != value.tobytes()]
+        changed = [
+            name for name, value in values.items() if variables[name].numpy().tobytes() != value.numpy().tobytes()
+        ]
         for name in changed:
             variables[name].assign(values[name])
         return changed
@@ -145,7 +150,7 @@ def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:
     return undo
 
 
-def _saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
+def saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     """Return the state of the callbacks in a checkpoint. That they ended the run counts for the same callbacks only."""
     now, then = as_dict(config)["callbacks"], checkpoint.facts.setting("callbacks")
     is_same = json.dumps(now, default=str) == json.dumps(then, default=str)

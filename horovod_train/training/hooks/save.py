@@ -10,7 +10,6 @@ from horovod_train.checkpoint.layout import Best, Facts, path_in
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.distributed import consistency
-from horovod_train.training.initial_state import contents
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.stopping import PeriodicSync
@@ -28,14 +27,15 @@ class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
     first_step: the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
-    interrupted is called first. copies: on root, the memory for what is saved.
+    interrupted is called first. copies: on root, the memory for what is saved. held: what layers hold besides weights,
+    see initial_state.contents.
     """
 
-    def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies) -> None:
+    def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies, held: Mapping[str, str]) -> None:
         self._audit, self._copies = audit, copies
         self._start = place(run, first_step)
         self._saved: tuple[int, ...] | None = self._start
-        self._contents = contents(run.state.model) if run.group.is_root else {}
+        self._held = held
         config = run.config.checkpoint
         if run.group.is_root and (
             config.every_steps or config.every_epochs or config.every_minutes is not None or config.best
@@ -54,7 +54,7 @@ class Save:
             self._audit.flush()  # before ranks meet for the last time: root may save after another rank was killed
             arrays = settled.snapshot(run.group, self._copies)
             run.output.sync()  # a power cut must not leave a checkpoint that is newer than its metrics
-            run.store.save(arrays, _facts(run, self._contents))
+            run.store.save(arrays, _facts(run, self._held))
         self._saved = here
         seconds = time.perf_counter() - started
         run.stopping.note_save(seconds)
@@ -106,7 +106,7 @@ def check_agreement(run: Run, step: int) -> None:
     run.clock.note_blocked("check_agreement_s", time.perf_counter() - started)
 
 
-def _facts(run: Run, contents: Mapping[str, str]) -> Facts:
+def _facts(run: Run, held: Mapping[str, str]) -> Facts:
     state, parts = run.state, run.parts
     best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
     resumed_from = run.checkpoint.facts.began_at if run.checkpoint else ""
@@ -123,6 +123,7 @@ def _facts(run: Run, contents: Mapping[str, str]) -> Facts:
         callbacks=parts.callbacks.state(),
         built_rates=state.built_rates,
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,
-        contents=contents,
+        eval_data=parts.eval.content if parts.eval else "",
+        contents=held,
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

@@ -152,10 +152,11 @@ def run_of(store: Store) -> Any:
         parts=SimpleNamespace(
             best=best,
             callbacks=callbacks,
+            eval=None,
             evaluated=tf.Variable(-1),
             freezing=SimpleNamespace(trained=()),
             train=SimpleNamespace(fingerprint="", files="", class_names={}, steps_per_epoch=1),
-            train_step=SimpleNamespace(figures=SimpleNamespace(names=())),
+            train_step=SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)),
             eval_step=None,
             users_hooks=(),
         ),
@@ -168,7 +169,7 @@ def run_of(store: Store) -> Any:
 def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
     """Save four steps, in each of which every weight is the number of the step; each is due while one is written."""
     run, copies = run_of(store), CheckedCopies(store)
-    save = Save(run, 0, NullAudit(), copies)
+    save = Save(run, 0, NullAudit(), copies, {})
     for step in range(1, 5):
         for weight in run.state.model.weights:
             weight.assign(tf.fill(weight.shape, float(step)))
@@ -201,7 +202,7 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
     store = open_store(tmp_path, keep=9)
     assert isinstance(store, CheckpointStore)
     run = run_of(store)
-    save = Save(run, 0, NullAudit(), Copies())
+    save = Save(run, 0, NullAudit(), Copies(), {})
     save.at_end(run, 0)
     assert store.wait() is None
     assert store.checkpoints.steps() == []  # nothing has been trained
@@ -229,7 +230,7 @@ def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
         run.parts.callbacks.restore(state, 0)
         for named in run.parts.callbacks.named:
             named.callback.set_model(run.state.model)
-        save = Save(run, 0, NullAudit(), Copies())
+        save = Save(run, 0, NullAudit(), Copies(), {})
         for hook in build_callback_hooks(run, []):
             if hook.at_end == "done":
                 hook.function(run, 0)
@@ -260,7 +261,7 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: Path) -> None:
     run = run_of(open_store(tmp_path, keep=9))
     run.state.optimizer.by_path["optimizer"].learning_rate = 0.5
-    Save(run, 0, NullAudit(), Copies())(run, 1)
+    Save(run, 0, NullAudit(), Copies(), {})(run, 1)
     assert run.store.wait() is None
     assert list(open_checkpoint(str(tmp_path), "test").facts.built_rates.values()) == [pytest.approx(0.01)]
 
@@ -269,7 +270,8 @@ def test_a_checkpoint_tells_what_layers_hold_besides_weights(tmp_path: Path) -> 
     run = run_of(open_store(tmp_path, keep=9))
     norm = run.state.model.layers[-1]
     norm.center = np.ones(3)
-    save, held = Save(run, 0, NullAudit(), Copies()), contents(run.state.model)
+    held = contents(run.state.model)
+    save = Save(run, 0, NullAudit(), Copies(), held)
     assert list(held) == [f"constant center of layer {norm.path}"]
     save(run, 1)
     assert run.store.wait() is None
@@ -287,7 +289,7 @@ def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path
     run = run_of(open_store(tmp_path, keep=9))
     run.group = Noting()
     audit: Any = SimpleNamespace(flush=lambda: done.append("audit"))
-    Save(run, 0, audit, Copies())(run, 1)
+    Save(run, 0, audit, Copies(), {})(run, 1)
     assert run.store.wait() is None
     assert done == ["audit", "ranks met"]
 
@@ -311,7 +313,7 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
     run.output = RunOutput(tmp_path)
     run.output.append_metrics("train", 1, 0, {"loss": 1.0})
     run.state.step.assign(1)
-    Save(run, 0, NullAudit(), Copies())(run, 1)
+    Save(run, 0, NullAudit(), Copies(), {})(run, 1)
     assert store.wait() is None
     assert synced[0] == ("metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size)
     assert len(synced) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -43,6 +44,29 @@ def test_weights_or_their_averages_are_taken_by_the_same_model_alone(
     assert all(np.all(array == value) for array in model.get_weights())
     with pytest.raises(UserError, match="has model/net/block2/bias, model/net/block2/kernel, which the model lacks"):
         load_weights(stack(2), saved, weights)
+
+
+class WithHead(keras.Model):
+    """Has a part for training only, which is not there until it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(name="net")
+        self.body, self.head = keras.layers.Dense(2, name="body"), keras.layers.Dense(1, name="head")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.head(self.body(x)) if training else self.body(x)
+
+
+def test_weights_of_a_part_for_training_only_are_left_out_and_named(tmp_path: Path, said: list[str]) -> None:
+    trained, model = WithHead(), WithHead()
+    trained(np.ones((1, 2)), training=True)
+    model(np.ones((1, 2)))
+    arrays = {f"model/{weight.path}": np.ones(weight.shape, np.float32) for weight in trained.weights}
+    write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
+    load_weights(model, verify(tmp_path / "saved"), "auto")
+    assert all(np.all(array == 1) for array in model.get_weights())
+    (line,) = said
+    assert "the model is built without model/net/head/bias, model/net/head/kernel, which are left out" in line
 
 
 def test_settings_of_the_model_that_are_newer_than_the_checkpoint_are_named(tmp_path: Path, said: list[str]) -> None:

@@ -117,7 +117,11 @@ def run_with(*callbacks: str) -> Any:
     return SimpleNamespace(
         group=SimpleNamespace(heartbeat=SimpleNamespace(has_stepped=True)),
         outside_training=lambda *about: nullcontext(),
-        parts=SimpleNamespace(callbacks=loaded, freezing=SimpleNamespace(trained=())),
+        parts=SimpleNamespace(
+            train_step=SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)),
+            callbacks=loaded,
+            freezing=SimpleNamespace(trained=()),
+        ),
     )
 
 
@@ -134,7 +138,7 @@ def test_an_epoch_ends_in_the_order_of_fit() -> None:
     user_callbacks.told.clear()
     run = run_with("Batches", "Recorder")
     run.parts.train, run.parts.last_step, run.parts.eval_step = SimpleNamespace(steps_per_epoch=5), 5, None
-    run.parts.train_step, run.output = SimpleNamespace(figures=SimpleNamespace(names=())), None
+    run.parts.train_step, run.output = SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)), None
     run.state = SimpleNamespace(model=SimpleNamespace(stop_training=False), averages=Averages([]))
     run.group.broadcast_object, run.group.sum = lambda value: value, list
     evaluations = [every(5, lambda run, step: user_callbacks.told.append(["evaluated"]))]
@@ -164,7 +168,7 @@ def test_what_callbacks_make_of_averages_at_the_end_remains() -> None:
     weight, average = keras.Variable([2.0], name="weight"), tf.Variable([8.0])
     run = run_with("Halves")
     run.parts.callbacks.named[0].callback.set_model(SimpleNamespace(trainable_weights=[weight]))
-    run.parts.train_step = SimpleNamespace(figures=SimpleNamespace(names=()))
+    run.parts.train_step = SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext))
     run.parts.eval_step, run.output = None, SimpleNamespace(last_metrics=lambda split: {})
     run.group.broadcast_object = lambda value: value
     run.state = SimpleNamespace(averages=Averages([(weight, average)], are_of_optimizer=True))

@@ -166,6 +166,7 @@ def restored(state: TrainState, before: TrainState, folder: Path, now: Config | 
         best=BestTracker("best", config.checkpoint.best or Watched()),
         early_stopping=EarlyStopping(config.early_stopping),
         train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1, class_names={}),
+        eval=SimpleNamespace(content="records of now"),
     )
     for tracker in (parts.best, parts.early_stopping.best):
         tracker.update(3, {"loss": 0.5, "accuracy": 0.5})
@@ -233,10 +234,11 @@ EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
     "nothing": ("loss", "log.every_steps=7", ""),
     "loss": ("loss", "loss=mean_squared_error", "loss.name"),
     "penalty": ("loss", "train.l2=0.1", "train.l2"),
-    "records": ("accuracy", "data.eval=other", "data.eval"),
+    "another path": ("accuracy", "data.eval=other", ""),
     "averages": ("accuracy", "train.ema_decay=0.9", "train.ema_decay"),
     "a metric beside": ("loss", "metrics=[accuracy, sparse_top_k_categorical_accuracy]", ""),
     "metrics": ("accuracy", "metrics=[binary_accuracy]", "metrics"),
+    "another metric beside": ("accuracy", "metrics=[accuracy, mean_squared_error]", ""),
     "loss beside": ("accuracy", "loss=mean_squared_error", ""),
 }
 
@@ -257,6 +259,19 @@ def test_best_values_that_mean_something_else_now_are_forgotten(
         for name in ("checkpoint.best", "early_stopping")
     ]
     assert [line for line in said if "is forgotten" in line] == (lines if changed else [])
+
+
+@pytest.mark.parametrize("then", ["records of now", "records of then", ""])
+def test_best_values_of_other_records_are_forgotten_wherever_these_lie(
+    tmp_path: Path, said: list[str], then: str
+) -> None:
+    """Data that are staged for each job lie at another path, and patience must not begin anew each time."""
+    (tmp_path / "checkpoints" / "step-000000003").mkdir(parents=True)
+    config = Config(output_dir=str(tmp_path), checkpoint=CheckpointConfig(best=Watched()))
+    run = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", config, eval_data=then)
+    is_forgotten = then == "records of then"
+    assert int(run.parts.best.step) == int(run.parts.early_stopping.best.step) == (-1 if is_forgotten else 3)
+    assert any("because another data.eval gives other values" in line for line in said) == is_forgotten
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_with_what_has_changed(tmp_path: Path) -> None:
