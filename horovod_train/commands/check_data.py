@@ -42,7 +42,7 @@ from horovod_train.data.files import record_folders
 from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.sampler import Plan
 from horovod_train.data.source import Blocks, split_records
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import ReadFailed, RunError, UserError
 from horovod_train.output import logs
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
@@ -379,7 +379,7 @@ def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
     try:
         config, _ = load([os.path.join(run_dir, "config.yaml")], [])
         digest = scan_records(config.data, "train").digest
-    except UserError as error:
+    except (UserError, ReadFailed) as error:
         console.print(f"not compared with data.train: {error}", markup=False)
         return 0
     if digest != last.data[0]:

@@ -13,7 +13,7 @@ import os
 from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError
 from horovod_train.inference.predictions import PREDICTIONS
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     data = dataclasses.replace(config.data, eval=paths)
     try:
         look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
-    except UserError as error:
-        raise UserError(str(error).replace("data.eval", "--data") if arguments.data else str(error)) from error
+    except (UserError, ReadFailed) as error:
+        raise type(error)(str(error).replace("data.eval", "--data") if arguments.data else str(error)) from error
     logs.load_tensorflow()
     from horovod_train.inference.run import predict
 

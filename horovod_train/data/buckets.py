@@ -52,14 +52,16 @@ class Buckets:
     def fingerprint(self) -> str:
         """Equal for two Buckets that give the same order."""
         column = np.ascontiguousarray(self.lengths[:, self.names.index(self.by)], "<i4")
-        return hashlib.sha256(f"{self.by} {self.steps} ".encode() + column.tobytes()).hexdigest()
+        digest = hashlib.sha256(f"{self.by} {self.steps} ".encode())
+        digest.update(column.data)
+        return digest.hexdigest()
 
     @cached_property
     def digest(self) -> str:
         """Equal for two Buckets of the same lengths of all lists: only then do ranks cut them alike."""
-        return hashlib.sha256(
-            repr(self.names).encode() + np.ascontiguousarray(self.lengths, "<i4").tobytes()
-        ).hexdigest()
+        digest = hashlib.sha256(repr(self.names).encode())
+        digest.update(np.ascontiguousarray(self.lengths, "<i4").data)  # no copy: it may be a mapped file
+        return digest.hexdigest()
 
     def pool(self, step: int, full_steps: int) -> tuple[int, int]:
         """Return the steps [first, last) of the pool that a step is in; a partial last step is in none."""

@@ -145,12 +145,14 @@ def check_different(entries: Iterable[Stamps]) -> None:
 def record_folders(path: str, patterns: Collection[str], storage: Storage = DEFAULT) -> list[str]:
     """Return the path itself, or if it is a folder without records, those of its subfolders that have some.
 
-    Raises OSError for a folder that cannot be read.
+    Raises OSError for a folder that cannot be read, except a subfolder to which there is no right.
     """
     if not storage.is_folder(path) or has_records(path, patterns, storage):
         return [path]
-    entries = [os.path.join(path, name) for name in storage.names(path)]
-    folders = [entry for entry in entries if storage.is_folder(entry) and has_records(entry, patterns, storage)]
+    folders = []
+    for entry in [os.path.join(path, name) for name in storage.names(path)]:
+        with contextlib.suppress(PermissionError):  # as in lost+found
+            folders += [entry] * (storage.is_folder(entry) and has_records(entry, patterns, storage))
     return folders or [path]
 
 

@@ -55,6 +55,8 @@ T = TypeVar("T")
 
 ReadAt = Callable[[int, int], bytes]
 """(length, offset) → bytes of a file, fewer at its end."""
+_Listed: TypeAlias = "dict[str, dict[str, bool]]"
+"""By remote folder and by name in it, whether that is a folder."""
 Buffer: TypeAlias = "bytearray | memoryview"
 Range = tuple[int, int]
 """(offset, length) of bytes of a file."""
@@ -76,6 +78,8 @@ _PASSING_NAMES = {
     "IncompleteReadError",
 }
 """Names of error classes other than OSError that may pass. Names, because their packages need not be installed."""
+_LOST_AND_FOUND = "lost+found"
+"""No wildcard stands for a folder of this name: the root of every ext4 has one, and only root may read it."""
 log = logging.getLogger(__name__)
 
 
@@ -166,11 +170,11 @@ class Storage:
     def __init__(self, retry_s: float = DataConfig.retry_s) -> None:
         """retry_s: how long a request to a remote file system that fails is repeated."""
         self._retries = Retries(retry_s)
-        self._listed: dict[str, dict[str, bool]] = {}
+        self._listed: _Listed = {}
         self._versions: dict[str, str] = {}
         """By URL, as the store compares it."""
-        self._served: WeakSet[Any] = WeakSet()
-        """The drivers' objects that a store has answered."""
+        self._served: dict[type, Any] = {}
+        """Of each driver's class the last object that a store has answered. fsspec's are equal if opened alike."""
         self._renewing = threading.Lock()
 
     def stamp(self, path: str) -> Stamp:
@@ -194,37 +198,45 @@ class Storage:
 
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
-        return sorted(self._list_remote(folder) if is_remote(folder) else os.listdir(folder))
+        if not is_remote(folder):
+            return sorted(os.listdir(folder))
+        if folder not in self._listed:
+            self._listed[folder] = self._list_remote(folder)
+        return sorted(self._listed[folder])
 
     def glob(self, pattern: str) -> list[str]:
         """Return the paths that fit a pattern, sorted: what glob.glob finds with `recursive`, also in a remote folder.
 
-        Raises OSError for a folder that cannot be read. glob.glob, and drivers, leave out what is in it.
+        A wildcard never stands for a local folder called lost+found. Raises OSError for another folder that cannot be
+        read. glob.glob, and drivers, leave out what is in it.
         """
-        return sorted(filter(None, self._matches(pattern, only_folders=False)))
+        return sorted(filter(None, self._matches(pattern, {}, only_folders=False)))
 
-    def _matches(self, pattern: str, *, only_folders: bool) -> Iterator[str]:
+    def _matches(self, pattern: str, listed: _Listed, *, only_folders: bool) -> Iterator[str]:
         folder, name = os.path.split(pattern)
         if not glob.has_magic(pattern) or (is_remote(pattern) and parent(pattern) is None):  # a store lists no buckets
-            yield from self._existing(pattern)
+            yield from self._existing(pattern, listed)
             return
-        folders = list(self._matches(folder, only_folders=True)) if glob.has_magic(folder) else [folder]
+        folders = list(self._matches(folder, listed, only_folders=True)) if glob.has_magic(folder) else [folder]
         if name == "**":
             yield from (os.path.join(place, "") for place in folders)
-            yield from self._below(folders, only_folders=only_folders)
+            yield from self._below(folders, listed, only_folders=only_folders)
         elif glob.has_magic(name):
-            for place, listed in zip(folders, map_paths(self._entries, folders), strict=True):
-                entries = [entry for entry in listed if name[0] == "." or entry[0][0] != "."]
+            for place, found in zip(folders, map_paths(partial(self._entries, listed=listed), folders), strict=True):
+                entries = [entry for entry in found if name[0] == "." or entry[0][0] != "."]
                 names = fnmatch.filter([base for base, is_folder in entries if not only_folders or is_folder()], name)
                 yield from (os.path.join(place, base) for base in names)
         else:
-            for found in map_paths(self._existing, [os.path.join(place, name) for place in folders]):
-                yield from found
+            paths = [os.path.join(place, name) for place in folders]
+            for existing in map_paths(partial(self._existing, listed=listed), paths):
+                yield from existing
 
-    def _below(self, folders: Sequence[str], *, only_folders: bool) -> Iterator[str]:
+    def _below(self, folders: Sequence[str], listed: _Listed, *, only_folders: bool) -> Iterator[str]:
+        in_stores = [folder for folder in folders if folder.partition("://")[0] in _LISTED_WHOLE]
+        map_paths(partial(self._list_whole, listed=listed), [f for f in in_stores if f.rstrip("/") not in listed])
         while folders:
             inner = []
-            for place, entries in zip(folders, map_paths(self._entries, folders), strict=True):
+            for place, entries in zip(folders, map_paths(partial(self._entries, listed=listed), folders), strict=True):
                 for name, is_folder in entries:
                     if name[0] == ".":
                         continue
@@ -236,9 +248,12 @@ class Storage:
                     yield path
             folders = inner
 
-    def _existing(self, path: str) -> list[str]:
+    def _existing(self, path: str, listed: _Listed) -> list[str]:
         """Return the path in a list, or an empty list."""
         if is_remote(path):
+            folder, _, name = path.rpartition("/")
+            if name and folder in listed:
+                return [path] if name in listed[folder] else []
             return [path] if self.exists(path) else []
         try:
             os.lstat(path)
@@ -246,25 +261,42 @@ class Storage:
             return []
         return [path]
 
-    def _entries(self, folder: str) -> list[tuple[str, Callable[[], bool]]]:
+    def _entries(self, folder: str, listed: _Listed) -> list[tuple[str, Callable[[], bool]]]:
         """Return the name of each entry of a folder, and what tells whether it is a folder; none if this is none."""
         try:
             if is_remote(folder):
-                return [(name, partial(bool, is_folder)) for name, is_folder in self._list_remote(folder).items()]
+                if (place := folder.rstrip("/")) not in listed:
+                    listed[place] = self._list_remote(folder)
+                return [(name, partial(bool, is_folder)) for name, is_folder in listed[place].items()]
             with os.scandir(folder or ".") as entries:
-                return [(entry.name, entry.is_dir) for entry in entries]
+                return [(e.name, e.is_dir) for e in entries if e.name != _LOST_AND_FOUND or not e.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def _list_remote(self, folder: str) -> dict[str, bool]:
         """Return by name whether an entry is a folder."""
-        if folder not in self._listed:
-            entries = self._request(folder, lambda system, place: system.ls(place, detail=True))
-            folder_path = open_file_system(folder).path.rstrip("/")
-            by_path = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in entries}
-            by_path.pop(folder_path, None)  # some stores list an object for the folder
-            self._listed[folder] = {path.rpartition("/")[2]: is_folder for path, is_folder in by_path.items()}
-        return self._listed[folder]
+        entries = self._request(folder, lambda system, place: system.ls(place, detail=True))
+        folder_path = open_file_system(folder).path.rstrip("/")
+        by_path = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in entries}
+        by_path.pop(folder_path, None)  # some stores list an object for the folder
+        return {path.rpartition("/")[2]: is_folder for path, is_folder in by_path.items()}
+
+    def _list_whole(self, folder: str, listed: _Listed) -> None:
+        """Add what is in a folder and in all folders below it, from one listing of a store."""
+        try:
+            paths = self._request(folder, lambda system, place: system.find(place))
+        except FileNotFoundError:
+            return
+        start = open_file_system(folder).path.rstrip("/") + "/"
+        listed[folder.rstrip("/")] = {}
+        for path in map(str, paths):
+            inner, names = folder.rstrip("/"), path.removeprefix(start).split("/") if path.startswith(start) else []
+            for count, name in enumerate(names, 1):
+                if not name:  # an object for the folder
+                    break
+                entries = listed.setdefault(inner, {})
+                entries[name] = count < len(names) or entries.get(name, False)
+                inner = f"{inner}/{name}"
 
     def read_all(self, path: str) -> bytes:
         if is_remote(path):
@@ -328,7 +360,7 @@ class Storage:
                     raise
                 system = open_file_system(url)
                 answer = request(system.system, system.path)
-            self._served.add(system.system)
+            self._served[type(system.system)] = system.system
             return answer
 
         return self._retries.call(url, once)
@@ -339,7 +371,7 @@ class Storage:
         A site may replace the file in which they are, every hour, but drivers read it once.
         """
         with self._renewing:
-            if system in self._served and open_file_system(url).system is system:
+            if self._served.get(type(system)) is system and open_file_system(url).system is system:
                 type(system).clear_instance_cache()
                 log.info(f"{url}: access is refused; reading the credentials anew", extra=ANY_RANK)
             return open_file_system(url).system is not system
@@ -424,6 +456,8 @@ def _waited_for(system: Any, request: Callable[[], Any], within_s: float) -> Any
 
 
 _FETCH: Mapping[str, Fetch] = {"s3": _fetch_s3, "gs": _fetch_gs}
+_LISTED_WHOLE = ("s3", "gs")
+"""Stores without folders: one request lists a thousand objects, however deep they are."""
 _PINNED_BY = {"s3": "ETag", "gs": "generation"}
 """What a driver calls the version of a file that a request may ask for."""
 
@@ -451,7 +485,7 @@ def open_file_system(url: str) -> FileSystem:
     except (RunError, MemoryError):
         raise
     except Exception as error:  # a driver may raise anything, such as for a profile that does not exist
-        raise UserError(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
+        raise unreadable(error)(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
     return FileSystem(system, path, url.rstrip("/").removesuffix(path))
 
 

@@ -25,7 +25,7 @@ from horovod_train.config.settings import ModelSpec
 from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import RunError, UserError, one_line, unreadable
 from horovod_train.keras_seams import take_class, weights_of_slots
 from horovod_train.shown_text import listed
 
@@ -362,14 +362,14 @@ def _layers_in(path: str, files: ExitStack) -> list[tuple[str, list[Any]]]:
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Run a block that reads a Keras file. Raises UserError if it cannot be read."""
+    """Run a block that reads a Keras file. Raises UserError, or ReadFailed, if it cannot be read."""
     try:
         yield
-    except UserError:
+    except RunError:
         raise
     except Exception as error:  # zipfile and h5py raise whatever a damaged file leads to
         reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
-        raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
+        raise unreadable(error)(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
 
 
 def _stored_layers(items: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:

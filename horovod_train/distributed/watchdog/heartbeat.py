@@ -35,7 +35,7 @@ HOOK = "hook"
 FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
 _BETWEEN_HOOKS_S = 60.0
-"""A callback may be called at every step: the log shows that phase no more often."""
+"""A callback may be called at every step: the log shows the phase of each callback no more often."""
 
 IN_CALL = "in "
 """Begins the detail of an exchange that Python calls; which call follows: "in hvd.barrier"."""
@@ -74,7 +74,9 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._probe: Probe | None = None
-        self._logged_phase, self._hook_logged_at = "start", -math.inf
+        self._logged_phase = "start"
+        self._hooks_logged_at: dict[str, float] = {}
+        """By detail, which names the callback."""
         self.has_stepped = False
         """Whether a step has been trained. Until then an error counts as found before training; from then on
         watch.stop_after_s applies outside LONG_PHASES. Set by what trains."""
@@ -134,12 +136,12 @@ class Heartbeat:
 
     def _enter(self, name: str, detail: str) -> None:
         self._phase = (name, detail, self._phase[2] + 1)
-        if name == HOOK and time.monotonic() - self._hook_logged_at < _BETWEEN_HOOKS_S:
+        if name == HOOK and time.monotonic() - self._hooks_logged_at.get(detail, -math.inf) < _BETWEEN_HOOKS_S:
             return
         if name != self._logged_phase and name not in FINE_PHASES:
             self._logged_phase = name
             if name == HOOK:
-                self._hook_logged_at = time.monotonic()
+                self._hooks_logged_at[detail] = time.monotonic()
             step = self.read_probe().step
             log.debug(name if step is None else f"{name} after step {step}", extra=PHASE)
 

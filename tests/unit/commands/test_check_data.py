@@ -17,7 +17,7 @@ from horovod_train.data.audit import AuditLog, Start
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.tfrecord import index as index_module
 from horovod_train.data.tfrecord.index import load_entries
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError
 from horovod_train.tfrecord_framing import frame
 
 
@@ -76,8 +76,12 @@ def test_each_index_is_read_a_few_times_whatever_the_number_of_files(
     assert loaded.count(str(tmp_path / "train/index.npz")) <= 2
 
 
+def no_answer(*_: object) -> None:
+    raise ReadFailed("data.train: no answer.")
+
+
 def test_an_audit_is_compared_with_the_data_themselves(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers alone say nothing where other records lie under them."""
     run_dir = tmp_path / "run"
@@ -96,6 +100,10 @@ def test_an_audit_is_compared_with_the_data_themselves(
     )
     assert run(check_data, "--audit", run_dir) == 0
     assert "data.train holds what the run read" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(check_data, "scan_records", no_answer)
+        assert run(check_data, "--audit", run_dir) == 0
+    assert "not compared with data.train: data.train: no answer" in capsys.readouterr().out
     write_file(data / "train/1.tfrecord", [image_record(number) for number in range(100, 107)])
     with pytest.raises(UserError, match=r"data.train does not hold the records that the run read in epoch 0"):
         run(check_data, "--audit", run_dir)

@@ -124,3 +124,20 @@ def test_credentials_that_expire_are_read_anew(
     with pytest.raises(PermissionError, match="The provided token has expired"):
         kept.read(URL, 0, 10)
     assert server.requests - before == 2
+    with pytest.raises(PermissionError, match="The provided token has expired"):
+        kept.read(URL, 0, 10)
+    assert server.requests - before == 3, "the store has not served the new ones"
+
+
+@pytest.mark.parametrize("pattern", ["**/*.tfrecord", "data/**", "data/**/.*", "**/c/*", "*/train/**/**/*.tfrecord"])
+def test_folders_of_any_depth_are_one_listing(server: S3Server, tmp_path: Path, pattern: str) -> None:
+    for name in ("a/b/c/d.tfrecord", "a/.b/e.tfrecord", "a/f/.g", ".h/i", "train/j/k/l/m.tfrecord"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(b"1")
+    server.put(tmp_path / "data", "**/*")
+    Storage().exists("s3://bucket/data/file")
+    before = server.requests
+    found = Storage().glob(f"s3://bucket/{pattern}")
+    requests = server.requests - before
+    assert found == [path.replace(str(tmp_path), "s3://bucket") for path in Storage().glob(f"{tmp_path}/{pattern}")]
+    assert requests <= 4

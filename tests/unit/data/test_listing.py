@@ -7,16 +7,17 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 
-from horovod_train.data.files import list_files
+from horovod_train.data.files import list_files, record_folders
 from horovod_train.data.random_access.images import images_at
 from horovod_train.data.storage import Storage
-from horovod_train.errors import ReadFailed, RunError
+from horovod_train.errors import ReadFailed, RunError, UserError
 
 FILES = (
     *("a/1.tfrecord", "a/b/2.tfrecord", "a/.b/3.tfrecord", "a/.4.tfrecord"),
@@ -118,7 +119,52 @@ def test_a_folder_that_a_store_does_not_list_is_an_error(
         list_files([f"{url}/{pattern}"], "data.train", ["*.tfrecord*"])
 
 
+def refuse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder be one that may not be read, also for root."""
+    listdir, scandir = os.listdir, os.scandir
+
+    def refused(function: Callable[..., Any], path: Any = ".") -> Any:
+        if str(path).rstrip("/") == str(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return function(path)
+
+    monkeypatch.setattr(os, "listdir", partial(refused, listdir))
+    monkeypatch.setattr(os, "scandir", partial(refused, scandir))
+
+
+@pytest.fixture
+def mount(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of a file system of its own: it has lost+found, which only its administrator reads."""
+    (tree / "lost+found").mkdir()
+    refuse(tree / "lost+found", monkeypatch)
+    return tree
+
+
 def test_a_folder_beside_records_that_cannot_be_read_is_not_theirs(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system of its own has lost+found, which only its administrator reads."""
-    monkeypatch.setattr(os, "scandir", broken_at(str(tree / "a" / "b"), errno.EACCES))
-    assert list_files([str(tree / "a")], "data.train", ["*.tfrecord*"]).files == [str(tree / "a" / "1.tfrecord")]
+    refuse(tree / "a" / "b", monkeypatch)
+    found = list_files([str(tree / "a")], "data.train", ["*.tfrecord*"])
+    assert found.files == [str(tree / "a" / "1.tfrecord")]
+    assert found.notes == [f"{tree / 'a'}: 1 file is left out: .b/. Read are only *.tfrecord*."]
+
+
+def test_folders_of_records_are_found_beside_one_that_may_not_be_read(mount: Path) -> None:
+    folders = [str(mount / "[c]"), str(mount / "a")]
+    assert sorted(record_folders(str(mount), ["*.tfrecord*"])) == folders
+    with pytest.raises(UserError, match=re.escape(f"data.train: {mount} holds no *.tfrecord* files. Its folders have")):
+        list_files([str(mount)], "data.train", ["*.tfrecord*"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*/*.tfrecord", ["[c]/6.tfrecord", "a/1.tfrecord"]),
+        ("**/*.tfrecord", ["[c]/6.tfrecord", "a/1.tfrecord", "a/b/2.tfrecord", "c/b/5.tfrecord"]),
+        ("*/b/*", ["a/b/2.tfrecord", "c/b/5.tfrecord"]),
+        ("*", ["7.md", "[c]", "a", "c"]),
+    ],
+)
+def test_no_wildcard_stands_for_lost_and_found(pattern: str, names: list[str], mount: Path) -> None:
+    found = list_files([str(mount / pattern)], "data.train", ["*.tfrecord*"]).files
+    assert found == [str(mount / name) for name in names]
+    with pytest.raises(UserError, match=re.escape("lost+found cannot be read: Permission denied")):
+        list_files([str(mount / "lost+found" / "*")], "data.train", ["*.tfrecord*"])

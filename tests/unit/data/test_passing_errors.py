@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 from pathlib import Path
@@ -13,14 +14,16 @@ from made_records import config, make_images
 from user_sources import Items
 
 from horovod_train import main
-from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.commands import plan_model, predict
+from horovod_train.config.settings import Config, DataConfig, Spec
 from horovod_train.data.dataset import find_records, open_records
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.source import split_records
-from horovod_train.data.storage import DEFAULT
+from horovod_train.data.storage import DEFAULT, open_file_system
 from horovod_train.data.stream import open_stream
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import ReadFailed, RunError, UserError, reading
+from horovod_train.training import fine_tuning
 
 
 def fail_reads(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> list[str]:
@@ -84,6 +87,40 @@ def test_a_file_system_that_does_not_answer_at_the_start_is_no_missing_folder(
     monkeypatch.setattr(os, "stat", fail)
     with pytest.raises(ReadFailed, match=rf"^data\.train: {folder}\S* cannot be read: Stale file handle\.$"):
         find_records(config(folder / name), "train")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ReadFailed("init_from: no answer")])
+def test_a_file_of_keras_that_cannot_be_read_now_is_no_mistake(error: Exception) -> None:
+    with pytest.raises(ReadFailed, match=r"Input/output error|no answer"), fine_tuning._readable("a.keras"):
+        raise error
+
+
+def test_a_store_that_cannot_be_opened_now_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(ReadFailed, match=r"^memory://a: memory:// cannot be opened: Connection refused\.$"):
+        open_file_system("memory://a")
+
+
+def test_plan_shows_what_may_pass_without_the_place_in_the_code() -> None:
+    def fail() -> None:
+        raise ReadFailed("data.train: no answer.")
+
+    faults: list[str] = []
+    plan_model._attempt(fail, faults, "model: ")
+    assert faults == ["data.train: no answer."]
+
+
+def test_predict_names_its_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ReadFailed("data.eval: new cannot be read: Stale file handle.")
+
+    monkeypatch.setattr(predict, "choose_run", lambda _: (Config(), "checkpoint"))
+    monkeypatch.setattr(predict, "look_before_start", fail)
+    with pytest.raises(ReadFailed, match=r"^--data: new cannot be read"):
+        predict.run(argparse.Namespace(data=["new"], out=str(tmp_path / "a.csv"), weights=None))
 
 
 def test_a_file_that_is_gone_is_a_mistake_in_the_data(tmp_path: Path) -> None:

@@ -139,6 +139,24 @@ def test_a_callback_at_every_step_does_not_fill_the_log(monkeypatch: pytest.Monk
     assert not said
 
 
+def test_a_callback_at_every_step_does_not_hide_another(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    now = 1000.0
+    monkeypatch.setattr("horovod_train.distributed.watchdog.heartbeat.time.monotonic", lambda: now)
+    phases: list[str] = []
+    heartbeat = Heartbeat()
+    with logs.to_file(lambda kind, text: phases.append(f"{text} at {now:.0f}")):
+        heartbeat.phase("train")
+        for step in range(500):  # 50 s
+            now += 0.1
+            with heartbeat.phase("hook", "calling mine"):
+                pass
+            if step in (299, 399):
+                with heartbeat.phase("hook", "calling another"):
+                    pass
+    assert phases == ["train at 1000", "hook at 1000", "train at 1000", "hook at 1030", "train at 1030"]
+    assert not said
+
+
 def test_a_probe_that_fails_is_not_asked_again_and_the_main_thread_still_counts(said: list[str]) -> None:
     kinds: list[str] = []
     heartbeat = Heartbeat()
