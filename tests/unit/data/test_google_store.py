@@ -90,3 +90,13 @@ def test_an_object_put_in_its_place_with_the_same_length_is_refused(store: Any) 
 def test_what_is_not_there_is_named(store: Any) -> None:
     with pytest.raises((FileNotFoundError, UserError), match="gs://bucket/none"):
         Storage(retry_s=5).stamp("gs://bucket/none")
+
+
+@pytest.mark.parametrize("pattern", ["**/*.tfrecord", "data/**/b/*", "data/a/**", "data/no/**"])
+def test_folders_of_any_depth_are_those_on_disk(store: Any, tmp_path: Path, pattern: str) -> None:
+    for name in ("a/b/c/1.tfrecord", "a/.b/2.tfrecord", "3.tfrecord", "a/b/4"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(b"1")
+    put(store, tmp_path / "data")
+    expected = [path.replace(str(tmp_path), f"gs://{BUCKET}") for path in Storage().glob(f"{tmp_path}/{pattern}")]
+    assert Storage().glob(f"gs://{BUCKET}/{pattern}") == expected
