@@ -370,6 +370,8 @@ class Storage:
 
         A site may replace the file in which they are, every hour, but drivers read it once.
         """
+        if url.partition("://")[0] not in _FETCH:
+            return False
         with self._renewing:
             if self._served.get(type(system)) is system and open_file_system(url).system is system:
                 type(system).clear_instance_cache()
