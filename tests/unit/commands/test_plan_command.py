@@ -206,7 +206,7 @@ def test_fast_answers_for_64_ranks_without_tensorflow_and_says_what_it_left_out(
 def test_a_checkpoint_that_the_run_would_refuse_is_a_fault(
     config_file: Path, capsys: pytest.CaptureFixture[str], step: int, words: list[str], fault: str
 ) -> None:
-    config = {"data": {"global_batch_size": 16}}
+    config = {"data": {"global_batch_size": 16, "train": [str(config_file.parent / "data/train")]}}
     folder = config_file.parent / "run" / "checkpoints" / f"step-{step:09}"
     folder.parent.mkdir(parents=True)
     write(folder, {"w": np.zeros(1)}, Facts(step, 1, 0, ranks=1, config=config, versions={}))
