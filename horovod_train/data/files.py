@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.config.paths import is_remote
+from horovod_train.data.globs import matching
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError, unreadable
 from horovod_train.output.removal import Artifact, remove
@@ -190,7 +191,7 @@ def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> l
 def _list_glob(pattern: str, setting: str, storage: Storage) -> list[str]:
     if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern]
-    names = [name for name in storage.glob(pattern) if not name.endswith(INDEX_NAME)]
+    names = [name for name in matching(pattern, storage) if not name.endswith(INDEX_NAME)]
     if names:
         return names
     if glob.has_magic(pattern):

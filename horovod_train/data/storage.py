@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fnmatch
 import functools
-import glob
 import hashlib
 import io
 import logging
@@ -55,8 +53,6 @@ T = TypeVar("T")
 
 ReadAt = Callable[[int, int], bytes]
 """(length, offset) → bytes of a file, fewer at its end."""
-_Listed: TypeAlias = "dict[str, dict[str, bool]]"
-"""By remote folder and by name in it, whether that is a folder."""
 Buffer: TypeAlias = "bytearray | memoryview"
 Range = tuple[int, int]
 """(offset, length) of bytes of a file."""
@@ -78,8 +74,6 @@ _PASSING_NAMES = {
     "IncompleteReadError",
 }
 """Names of error classes other than OSError that may pass. Names, because their packages need not be installed."""
-_LOST_AND_FOUND = "lost+found"
-"""No wildcard stands for a folder of this name: the root of every ext4 has one, and only root may read it."""
 log = logging.getLogger(__name__)
 
 
@@ -170,7 +164,7 @@ class Storage:
     def __init__(self, retry_s: float = DataConfig.retry_s) -> None:
         """retry_s: how long a request to a remote file system that fails is repeated."""
         self._retries = Retries(retry_s)
-        self._listed: _Listed = {}
+        self._listed: dict[str, dict[str, bool]] = {}
         self._versions: dict[str, str] = {}
         """By URL, as the store compares it."""
         self._served: dict[type, Any] = {}
@@ -201,102 +195,22 @@ class Storage:
         if not is_remote(folder):
             return sorted(os.listdir(folder))
         if folder not in self._listed:
-            self._listed[folder] = self._list_remote(folder)
+            self._listed[folder] = self.list_remote(folder)
         return sorted(self._listed[folder])
 
-    def glob(self, pattern: str) -> list[str]:
-        """Return the paths that fit a pattern, sorted: what glob.glob finds with `recursive`, also in a remote folder.
-
-        A wildcard never stands for a local folder called lost+found. Raises OSError for another folder that cannot be
-        read. glob.glob, and drivers, leave out what is in it.
-        """
-        return sorted(filter(None, self._matches(pattern, {}, only_folders=False)))
-
-    def _matches(self, pattern: str, listed: _Listed, *, only_folders: bool) -> Iterator[str]:
-        folder, name = os.path.split(pattern)
-        if not glob.has_magic(pattern) or (is_remote(pattern) and parent(pattern) is None):  # a store lists no buckets
-            yield from self._existing(pattern, listed)
-            return
-        folders = list(self._matches(folder, listed, only_folders=True)) if glob.has_magic(folder) else [folder]
-        if name == "**":
-            yield from (os.path.join(place, "") for place in folders)
-            yield from self._below(folders, listed, only_folders=only_folders)
-        elif glob.has_magic(name):
-            for place, found in zip(folders, map_paths(partial(self._entries, listed=listed), folders), strict=True):
-                entries = [entry for entry in found if name[0] == "." or entry[0][0] != "."]
-                names = fnmatch.filter([base for base, is_folder in entries if not only_folders or is_folder()], name)
-                yield from (os.path.join(place, base) for base in names)
-        else:
-            paths = [os.path.join(place, name) for place in folders]
-            for existing in map_paths(partial(self._existing, listed=listed), paths):
-                yield from existing
-
-    def _below(self, folders: Sequence[str], listed: _Listed, *, only_folders: bool) -> Iterator[str]:
-        in_stores = [folder for folder in folders if folder.partition("://")[0] in _LISTED_WHOLE]
-        map_paths(partial(self._list_whole, listed=listed), [f for f in in_stores if f.rstrip("/") not in listed])
-        while folders:
-            inner = []
-            for place, entries in zip(folders, map_paths(partial(self._entries, listed=listed), folders), strict=True):
-                for name, is_folder in entries:
-                    if name[0] == ".":
-                        continue
-                    path = os.path.join(place, name)
-                    if is_folder():
-                        inner.append(path)
-                    elif only_folders:
-                        continue
-                    yield path
-            folders = inner
-
-    def _existing(self, path: str, listed: _Listed) -> list[str]:
-        """Return the path in a list, or an empty list."""
-        if is_remote(path):
-            folder, _, name = path.rpartition("/")
-            if name and folder in listed:
-                return [path] if name in listed[folder] else []
-            return [path] if self.exists(path) else []
-        try:
-            os.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [path]
-
-    def _entries(self, folder: str, listed: _Listed) -> list[tuple[str, Callable[[], bool]]]:
-        """Return the name of each entry of a folder, and what tells whether it is a folder; none if this is none."""
-        try:
-            if is_remote(folder):
-                if (place := folder.rstrip("/")) not in listed:
-                    listed[place] = self._list_remote(folder)
-                return [(name, partial(bool, is_folder)) for name, is_folder in listed[place].items()]
-            with os.scandir(folder or ".") as entries:
-                return [(e.name, e.is_dir) for e in entries if e.name != _LOST_AND_FOUND or not e.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def _list_remote(self, folder: str) -> dict[str, bool]:
-        """Return by name whether an entry is a folder."""
+    def list_remote(self, folder: str) -> dict[str, bool]:
+        """Return by name whether an entry of a remote folder is a folder."""
         entries = self._request(folder, lambda system, place: system.ls(place, detail=True))
         folder_path = open_file_system(folder).path.rstrip("/")
         by_path = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in entries}
         by_path.pop(folder_path, None)  # some stores list an object for the folder
         return {path.rpartition("/")[2]: is_folder for path, is_folder in by_path.items()}
 
-    def _list_whole(self, folder: str, listed: _Listed) -> None:
-        """Add what is in a folder and in all folders below it, from one listing of a store."""
-        try:
-            paths = self._request(folder, lambda system, place: system.find(place))
-        except FileNotFoundError:
-            return
+    def files_below(self, folder: str) -> list[str]:
+        """Return the paths of all files of a store in a folder and below it, from the folder on, by one listing."""
         start = open_file_system(folder).path.rstrip("/") + "/"
-        listed[folder.rstrip("/")] = {}
-        for path in map(str, paths):
-            inner, names = folder.rstrip("/"), path.removeprefix(start).split("/") if path.startswith(start) else []
-            for count, name in enumerate(names, 1):
-                if not name:  # an object for the folder
-                    break
-                entries = listed.setdefault(inner, {})
-                entries[name] = count < len(names) or entries.get(name, False)
-                inner = f"{inner}/{name}"
+        paths = map(str, self._request(folder, lambda system, place: system.find(place)))
+        return [path.removeprefix(start) for path in paths if path.startswith(start)]
 
     def read_all(self, path: str) -> bytes:
         if is_remote(path):
@@ -458,8 +372,6 @@ def _waited_for(system: Any, request: Callable[[], Any], within_s: float) -> Any
 
 
 _FETCH: Mapping[str, Fetch] = {"s3": _fetch_s3, "gs": _fetch_gs}
-_LISTED_WHOLE = ("s3", "gs")
-"""Stores without folders: one request lists a thousand objects, however deep they are."""
 _PINNED_BY = {"s3": "ETag", "gs": "generation"}
 """What a driver calls the version of a file that a request may ask for."""
 

@@ -216,12 +216,12 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
         variables = {
             name: variable for name, variable in variables.items() if variable.ref() not in averaged
         } | averages
-    unbuilt = [name for name in saved if name.startswith("model/") and name not in trained]
-    if unbuilt and not type(model).__module__.startswith("keras."):  # a class may build some layers in training only
-        log.warning(f"{checkpoint.folder}: the model is built without {listed(sorted(unbuilt))}, which are left out")
-        load(variables, checkpoint, unwanted={*trained, *unbuilt})
-    else:
-        load(variables, checkpoint, unwanted=trained)
+    # A user's class may build some layers in training only; a model that Keras built lacks none.
+    is_users = not type(model).__module__.startswith("keras.")
+    unbuilt = [name for name in sorted(saved) if is_users and name.startswith("model/") and name not in trained]
+    if unbuilt:
+        log.warning(f"{checkpoint.folder}: the model is built without {listed(unbuilt)}, which are left out")
+    load(variables, checkpoint, unwanted={*trained, *unbuilt})
     finalize(model)
     check_contents(contents(model), checkpoint)
     return "ema" if takes_averages else "trained"

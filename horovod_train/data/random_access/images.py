@@ -15,6 +15,7 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.data.files import is_no_record, left_out_note
+from horovod_train.data.globs import matching
 from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
@@ -101,7 +102,7 @@ def images_at(path: str) -> tuple[list[str], list[str]]:
             found = sorted(file for file in found if hidden not in file[len(path) :])
             found = [file for file in found if not is_no_record(os.path.basename(file))]
         else:
-            found = [path] if os.path.isfile(path) else DEFAULT.glob(path)
+            found = [path] if os.path.isfile(path) else matching(path)
         found = list(filter(_is_regular, found))
     except OSError as error:
         raise unreadable(error)(f"{error.filename}: cannot be read: {error.strerror}.") from error

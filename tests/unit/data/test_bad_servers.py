@@ -17,6 +17,7 @@ from s3_server import S3Server, serving
 
 from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
+from horovod_train.data.globs import matching
 from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError
 
@@ -137,7 +138,7 @@ def test_folders_of_any_depth_are_one_listing(server: S3Server, tmp_path: Path, 
     server.put(tmp_path / "data", "**/*")
     Storage().exists("s3://bucket/data/file")
     before = server.requests
-    found = Storage().glob(f"s3://bucket/{pattern}")
+    found = matching(f"s3://bucket/{pattern}")
     requests = server.requests - before
-    assert found == [path.replace(str(tmp_path), "s3://bucket") for path in Storage().glob(f"{tmp_path}/{pattern}")]
+    assert found == [path.replace(str(tmp_path), "s3://bucket") for path in matching(f"{tmp_path}/{pattern}")]
     assert requests <= 4

@@ -26,6 +26,7 @@ from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage as Emulated
 
 from horovod_train.data.dataset import open_records
+from horovod_train.data.globs import matching
 from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError
 
@@ -98,5 +99,5 @@ def test_folders_of_any_depth_are_those_on_disk(store: Any, tmp_path: Path, patt
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_bytes(b"1")
     put(store, tmp_path / "data")
-    expected = [path.replace(str(tmp_path), f"gs://{BUCKET}") for path in Storage().glob(f"{tmp_path}/{pattern}")]
-    assert Storage().glob(f"gs://{BUCKET}/{pattern}") == expected
+    expected = [path.replace(str(tmp_path), f"gs://{BUCKET}") for path in matching(f"{tmp_path}/{pattern}")]
+    assert matching(f"gs://{BUCKET}/{pattern}") == expected

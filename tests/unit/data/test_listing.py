@@ -15,8 +15,8 @@ import fsspec
 import pytest
 
 from horovod_train.data.files import list_files, record_folders
+from horovod_train.data.globs import matching
 from horovod_train.data.random_access.images import images_at
-from horovod_train.data.storage import Storage
 from horovod_train.errors import ReadFailed, RunError, UserError
 
 FILES = (
@@ -45,7 +45,7 @@ def test_a_pattern_stands_for_what_pythons_glob_finds(
     (tree / "broken").symlink_to("nowhere")
     for place in (str(tree / pattern), pattern):
         monkeypatch.chdir(tree)
-        assert Storage().glob(place) == sorted(glob.glob(place, recursive=True))
+        assert matching(place) == sorted(glob.glob(place, recursive=True))
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if not pattern.endswith(("/", "**"))])
@@ -53,8 +53,8 @@ def test_it_stands_for_the_same_in_a_store(pattern: str, tree: Path) -> None:
     url = f"memory://{tree.parent.name}/tree"
     for name in FILES:
         fsspec.filesystem("memory").pipe(f"{url}/{name}", b"")
-    found = [path.removeprefix(url) for path in Storage().glob(f"{url}/{pattern}")]
-    assert found == [path.removeprefix(str(tree)) for path in Storage().glob(str(tree / pattern))]
+    found = [path.removeprefix(url) for path in matching(f"{url}/{pattern}")]
+    assert found == [path.removeprefix(str(tree)) for path in matching(str(tree / pattern))]
 
 
 def broken_at(folder: str, number: int) -> Callable[..., Any]:
