@@ -17,9 +17,9 @@ SEED = 20_261_126
     ("kind", "cases"),
     [
         ("config", 25),
-        pytest.param("config", 1000, marks=pytest.mark.exhaustive),
-        pytest.param("weights", 300, marks=pytest.mark.exhaustive),
-        pytest.param("records", 300, marks=pytest.mark.exhaustive),
+        pytest.param("config", 1000, marks=pytest.mark.long),
+        pytest.param("weights", 300, marks=pytest.mark.long),
+        pytest.param("records", 300, marks=pytest.mark.long),
     ],
 )
 def test_what_is_damaged_at_random_is_one_line(kind: str, cases: int, tmp_path: Path) -> None:
