@@ -181,6 +181,11 @@ def _steps(chunk: Batch) -> tf.Tensor:
     return tf.shape(chunk.count)[0]
 
 
+def last_taken(cursor: Cursor) -> Batch:
+    """Return the batch that was taken last; one must have been."""
+    return _batch_at(cursor.chunk, cursor.taken - 1)
+
+
 def _batch_at(chunk: Batch, step: tf.Tensor) -> Batch:
     return tf.nest.map_structure(lambda values: values[step], chunk)
 

@@ -98,6 +98,9 @@ class SyncStrategy:
     delay = 0
     """Steps between computing and applying a gradient: 0 or 1."""
 
+    stops_at_once = True
+    """Whether all ranks stop at the step in which one has failed; the batch that it used last is then the cause."""
+
     def __init__(self) -> None:
         self.variables: dict[str, tf.Variable] = {}
         """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
@@ -155,6 +158,8 @@ class Local(SyncStrategy):
     that the forward pass assigns become rank 0's. Where ranks must be equal in between, such as for an evaluation, they
     are averaged there too.
     """
+
+    stops_at_once = False
 
     def __init__(self, parts: SyncParts) -> None:
         super().__init__()
@@ -262,6 +267,7 @@ class Stale(SyncStrategy):
     """
 
     delay = 1
+    stops_at_once = False
 
     def __init__(self, parts: SyncParts) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
+from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch, last_taken
 from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
@@ -160,6 +160,8 @@ class TrainStep:
             continues=lambda continues, _: continues,
             wait=self._wait,
         )
+        if self._notes_at_end:
+            self._note_last(cursor)
         trained = self.state.finite([as_tf_variable(each) for each in self.state.model.trainable_variables])
         if trained and not self.update.holds_back:
             continues = tf.logical_and(continues, variables_are_finite(trained))
@@ -357,8 +359,24 @@ class TrainStep:
             return self.state.failure.step > 0
         state = self.state
         self._update_averages(is_empty)
-        tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
+        if not self._notes_at_end:
+            tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
         return failed
+
+    @property
+    def _notes_at_end(self) -> bool:
+        """Whether a failure is noted where the compiled call ends, at its last step: a branch in each step is dear."""
+        return self.state.synchronization.stops_at_once and not self.update.holds_back
+
+    def _note_last(self, cursor: Cursor) -> None:
+        """In the compiled call, after its steps: note whether the last of them has failed."""
+        failure, failed = self.state.failure, self.update.optimizers.failed.read_value()
+
+        def note() -> None:
+            step, loss = self.state.step.read_value(), failure.last_loss.read_value()
+            self._note_failure(step, loss, 0, self.rows.scaled(last_taken(cursor)))
+
+        tf.cond(failed, note, lambda: None)
 
     def _note_failure(self, step: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int, batch: Batch | None) -> None:
         self.state.failure.note(step, self.update.optimizers.is_cause, loss, skips, batch, self.labels)
