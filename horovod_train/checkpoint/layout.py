@@ -1,8 +1,9 @@
-"""What a run's checkpoints are on disk: names, manifests, the newest whole one, where a run starts, room for more.
+"""Checkpoints on disk: names of folders, manifests, the newest complete one, and whether the disk has room for more.
 
-The only module that knows the names of their folders. A manifest, `manifest.json`, has facts of the run, the SHA-256 of
-each file, and a SHA-256 of itself; tensors writes it with the arrays, and reads those. Writes nothing, and needs no
-TensorFlow. A run verifies a checkpoint before it loads it, explain verifies it, and plan reads its manifest.
+Also chooses the checkpoint from which a run starts. The only module that knows the names of the folders. A manifest,
+`manifest.json`, has facts of the run, the SHA-256 of each file, and a SHA-256 of itself; tensors writes it, and writes
+and reads the arrays. This module writes nothing and does not import TensorFlow. A run verifies a checkpoint before it
+loads it, explain verifies it, and plan reads only its manifest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The arrays of one checkpoint, in TensorFlow's files: writes them with their manifest, reads and loads them.
 
-Does not know other checkpoints; see manager. See layout for what else is recorded, and for what that proves.
+Handles a single checkpoint; manager handles all of a run. layout defines the manifest and verifies it.
 """
 
 from __future__ import annotations

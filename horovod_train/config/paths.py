@@ -1,6 +1,7 @@
-"""Which paths name files that are not on a local file system, and where a config may have them. Opens nothing.
+"""Checks the paths of a config: which of them are remote, such as s3://, and which settings may have those.
 
-Also what is wrong with a text wherever it stands in a config: a secret in an address, characters that no file can hold.
+Also checks every text of a config: it must have no secret in an address, and no character that a file cannot hold.
+Opens no file.
 """
 
 from __future__ import annotations

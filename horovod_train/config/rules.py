@@ -1,6 +1,6 @@
-"""Rules between settings that are each valid alone, and their values on a number of ranks. Looks only at the config.
+"""Checks settings that are each valid alone against each other, and resolves a config for a number of ranks.
 
-Says also what is wrong with weights of classes, which losses apply.
+Looks only at the config. Also checks class weights for the losses that use them.
 """
 
 from __future__ import annotations

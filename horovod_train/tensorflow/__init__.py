@@ -1,7 +1,8 @@
 """`import horovod_train.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`, under Keras 3.
 
 The names, arguments and meanings are Horovod's; docs/migrate.md says what differs. Collectives on tensors are
-Horovod's, everything that uses Keras is implemented here. All ranks must make the same calls in the same order.
+Horovod's, with names that are the same on all ranks inside a step of the trainer. Everything that uses Keras is
+implemented here. All ranks must make the same calls in the same order.
 """
 
 # isort: skip_file

@@ -1,9 +1,9 @@
 """Count exchanges of gradients, and check at the tenth one that all ranks hold the same weights.
 
-A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The check
-is at the tenth exchange, because a script may broadcast after its first step, when all variables exist, and exchange
-several times in a step; after hvd.join again, because ranks that joined early have older weights. Also numbers
-variables alike on all ranks, and keeps what `init` has switched off.
+A script that never broadcasts root's weights trains another model on each rank, and no other check would notice. The
+check waits for the tenth exchange, because a script may broadcast after its first step, when all variables exist, and
+may exchange several times in a step. It is repeated after hvd.join, because ranks that joined early have older weights.
+Also numbers variables alike on all ranks, and holds which checks `init` has switched off.
 """
 
 from __future__ import annotations

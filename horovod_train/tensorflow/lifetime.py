@@ -1,8 +1,8 @@
-"""The life of Horovod in a script: init starts it and pins the process to its device, shutdown ends it.
+"""Start and stop Horovod in a script: init starts it and pins the process to its device, shutdown stops it.
 
-In between the ranks are watched, from the first broadcast of variables on, because a script must be able to set up
-devices between `init` and its first operation: ranks that are waited for or have gone are named, and the rank that
-failed first. The watch ends with the process.
+In between a watchdog names ranks that the others wait for, ranks that have disappeared, and the rank that failed first.
+It starts with the first broadcast of variables, because a script must be able to set up devices between `init` and its
+first operation, and ends with the process. Also process sets, barrier and join.
 """
 
 from __future__ import annotations
