@@ -8,7 +8,7 @@ import keras
 from horovod.common.elastic import State
 
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks.fit import batches_of_epoch, callbacks_of_fit, switch_off_xla
+from horovod_train.keras.callbacks import batches_of_epoch, callbacks_of_fit, switch_off_xla
 from horovod_train.tensorflow.elastic import TensorFlowKerasState, run
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]

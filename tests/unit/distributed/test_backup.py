@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from horovod_train.keras.callbacks.backup import RootsBackup
+from horovod_train.keras.backup import RootsBackup
 
 
 class Killed(BaseException):

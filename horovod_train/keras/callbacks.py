@@ -1,6 +1,7 @@
-"""Callbacks that keep the ranks of a `model.fit` alike: equal weights, equal steps, equal means; files by one rank.
+"""Horovod's callbacks for `model.fit`.
 
-Also what one callback finds out of the others of the same `fit`. For BackupAndRestore see backup.
+They keep the ranks alike: equal weights, equal steps, equal means, files by one rank; and set the learning rate. Also
+what one callback finds out of the others of the same `fit`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import inspect
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # Python's own TimeoutError only from 3.11 on
 from contextlib import ExitStack
@@ -25,12 +27,21 @@ from horovod_train.distributed.group import key_of, name_of
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks.backup import restore_from_root
+from horovod_train.keras.backup import restore_from_root
 from horovod_train.keras_seams import weights_of_slots
+from horovod_train.optim.lars import LARS
 from horovod_train.shown_text import listed
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of, set_awaits_broadcast
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
 
 _UNKNOWN, _STOPS = -1, -2
 """Values in place of the number of batches in an epoch."""
@@ -48,6 +59,8 @@ _FILE_WRITERS = (
     keras.callbacks.ProgbarLogger,
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+_VELOCITY_SLOTS = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}
+"""Names of the slots in which optimizers accumulate updates that contain the learning rate."""
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +321,111 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if hvd.rank() == self.root_rank:
             super().on_epoch_end(epoch, logs)
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to initial_lr * multiplier(epoch), in epochs start_epoch to end_epoch - 1.
+
+    multiplier: a function of the epoch, or a number m for m ** (epoch - start_epoch). staircase: change at the start of
+    an epoch, else at each batch, with epoch + batch / steps_per_epoch. end_epoch: None for no end. steps_per_epoch:
+    default what `fit` says, or the fewest that a rank has.
+
+    momentum_correction: when the rate changes, multiply an optimizer's momentum by new rate / old rate for that step
+    (Goyal et al. 2017, arXiv:1706.02677, section 3). Done on the accumulated updates, which is the same number: Keras 3
+    compiles the momentum itself into the step. For SGD, RMSprop and LARS with momentum, whose accumulated updates
+    contain the rate; those of other optimizers do not, and stay.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise UserError(f"{type(self).__name__}: initial_lr is needed; received None.")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self._epoch, self._has_fixed_steps = 0, bool(steps_per_epoch)
+        self._callbacks: list[keras.callbacks.Callback] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._callbacks = callbacks_of_fit()
+        if not self.staircase and not self._has_fixed_steps and not self.params.get("steps"):
+            raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            if not self._has_fixed_steps and (batch == 0 or not self.steps_per_epoch):
+                # Where ranks have different numbers of batches, the same rate on all of them.
+                self.steps_per_epoch = min([self.params["steps"], *early_ends(self._callbacks)])
+            assert self.steps_per_epoch
+            self._set_rate(self._epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._set_rate(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def _set_rate(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        slot = next((slot for kind, slot in _VELOCITY_SLOTS.items() if isinstance(inner, kind)), None)
+        if self.momentum_correction and old and slot:
+            for variable in optimizer.variables:
+                if variable.path.endswith(f"_{slot}"):
+                    variable.assign(variable * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from initial_lr / size to initial_lr over warmup_epochs, a little at each batch.
+
+    At batch b of epoch e: initial_lr / size * ((size - 1) * (e + (b + 1) / steps_per_epoch) / warmup_epochs + 1), from
+    Goyal et al. 2017 (arXiv:1706.02677), with Horovod's one batch ahead. verbose: 1 prints the end of it, on rank 0.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch
+            position = epoch + 1 / self.steps_per_epoch
+            return (position * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and hvd.rank() == 0 and epoch + 1 == self.end_epoch:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
 def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:
