@@ -25,8 +25,7 @@ from horovod_train.config.settings import Config, WatchConfig
 from horovod_train.distributed import objects
 from horovod_train.distributed.launch import key_value_store
 from horovod_train.distributed.launch.rendezvous_server import NEWS_BYTES, StepServer
-from horovod_train.distributed.watchdog.heartbeat import Beat
-from horovod_train.distributed.watchdog.stall_detector import StallDetector, intervals
+from horovod_train.distributed.watchdog.heartbeat import Beat, StallDetector, intervals
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
 from horovod_train.training.stopping import seconds_between_votes
 

@@ -28,8 +28,7 @@ from typing import Any
 
 from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat
-from horovod_train.distributed.watchdog.stall_detector import intervals
+from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
 from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Address, Connection, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread

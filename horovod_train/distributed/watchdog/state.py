@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog.heartbeat import Beat
-from horovod_train.distributed.watchdog.stall_detector import StallDetector, intervals
+from horovod_train.distributed.watchdog.heartbeat import Beat, StallDetector, intervals
 from horovod_train.distributed.watchdog.transport import Message, Transport
 from horovod_train.errors import Stalled
 from horovod_train.output.console import let_go, to_stderr

@@ -16,8 +16,7 @@ import pytest
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog import state as watch_state
-from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat
-from horovod_train.distributed.watchdog.stall_detector import intervals
+from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
 from horovod_train.distributed.watchdog.state import Cause, HostClaim, WatchState, open_host_claim
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, files_being_read
-from horovod_train.distributed.watchdog.stall_detector import StallDetector
+from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, StallDetector, files_being_read
 from horovod_train.output import logs
 
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
