@@ -29,9 +29,8 @@ from typing import Any
 from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
-from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Address, Connection, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
+from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchState, WatchThread
 from horovod_train.output.rank_log import RankLog
 
 LIMITS = WatchConfig()

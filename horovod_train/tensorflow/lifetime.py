@@ -24,7 +24,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, form_group, start_process
 from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
-from horovod_train.distributed.watchdog.state import end_process
+from horovod_train.distributed.watchdog.watch_thread import end_process
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output.console import to_stderr

@@ -1,8 +1,8 @@
 """What each rank is doing: its phase, its step, and a detail; and which rank the others wait for, by all of these.
 
 Does not send anything; see watch_thread. Python does not run inside a compiled call. There a probe answers: it reads
-the TensorFlow variables in which the call itself records its phase. TensorFlow is imported only where such a variable is
-made, so that ranks without it can be watched, in tests and benchmarks.
+the TensorFlow variables in which the call itself records its phase. TensorFlow is imported where such a variable is
+made: ranks without it can be watched, as in tests and benchmarks.
 """
 
 from __future__ import annotations

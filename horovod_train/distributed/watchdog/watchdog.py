@@ -22,9 +22,19 @@ from horovod_train.config.registry import failure_of, raised_at
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
-from horovod_train.distributed.watchdog.state import ANSWER_WITHIN_S, Cause, WatchState, in_background, open_host_claim
 from horovod_train.distributed.watchdog.transport import Address, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import LEAVE_WITHIN_S, Coordinator, Role, WatchThread, Worker
+from horovod_train.distributed.watchdog.watch_thread import (
+    ANSWER_WITHIN_S,
+    LEAVE_WITHIN_S,
+    Cause,
+    Coordinator,
+    Role,
+    WatchState,
+    WatchThread,
+    Worker,
+    in_background,
+    open_host_claim,
+)
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, UserError, one_line
 from horovod_train.output.console import to_stderr, traceback_to_stderr
 from horovod_train.output.rank_log import RankLog

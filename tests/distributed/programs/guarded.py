@@ -15,9 +15,8 @@ from typing import Any
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
-from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Address, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import Coordinator, Role, WatchThread, Worker
+from horovod_train.distributed.watchdog.watch_thread import Coordinator, Role, WatchState, WatchThread, Worker
 from horovod_train.output import logs, rank_log
 from horovod_train.output.console import to_stderr
 

@@ -15,11 +15,17 @@ from typing import Any
 import pytest
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog import state as watch_state
+from horovod_train.distributed.watchdog import watch_thread
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
-from horovod_train.distributed.watchdog.state import Cause, HostClaim, WatchState, open_host_claim
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
+from horovod_train.distributed.watchdog.watch_thread import (
+    Cause,
+    Coordinator,
+    HostClaim,
+    WatchState,
+    WatchThread,
+    open_host_claim,
+)
 from horovod_train.output.rank_log import RankLog
 
 SIZE = 3
@@ -165,7 +171,7 @@ class NoTransport:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watch_state, "_MEMORY", tmp_path)
+    monkeypatch.setattr(watch_thread, "_MEMORY", tmp_path)
     return tmp_path
 
 
