@@ -1,7 +1,7 @@
 """What a fine-tuned model starts from and trains: model.init_from, freeze, unfreeze and lora, optimizer.lr_multipliers.
 
 Initial weights are of a run, a function of the user, or a file of Keras 3: `.keras`, or the `.weights.h5` that
-`save_weights` writes. Broadcasts nothing and compiles no step; see hooks.build.unfreeze.
+`save_weights` writes. Broadcasts nothing and compiles no step; see run.unfreeze.
 """
 
 from __future__ import annotations

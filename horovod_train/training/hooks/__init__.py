@@ -1,6 +1,6 @@
 """Hooks: what a run does between steps, and when. A hook is a function (run, step) → StopReason or None.
 
-Every rank calls all hooks, in the order of the list in hooks.build. A config can name functions of users: what one rank
+Every rank calls all hooks, in the order of run.build_hooks. A config can name functions of users: what one rank
 returns or raises there ends the run on all.
 """
 

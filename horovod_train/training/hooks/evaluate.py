@@ -1,6 +1,6 @@
 """Evaluates, and calls Keras callbacks, as `fit` does at the same points: on every rank, with equal values.
 
-An evaluation uses each record of the set once, at any number of ranks. Does not know when it is due; see hooks.build.
+An evaluation uses each record of the set once, at any number of ranks. When it is due, run.build_hooks says.
 """
 
 from __future__ import annotations
