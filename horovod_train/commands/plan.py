@@ -380,7 +380,7 @@ def _records_used(outlook: Outlook, steps: int) -> int:
 
 
 def _kept_batch(unresolved: Config, batch: int, ranks: int) -> Iterator[str]:
-    """Warn if a resumed run keeps the global batch that it began with; see training.initial_state.resolve_as_before."""
+    """Warn if a resumed run keeps the global batch that it began with; see training.open_run.resolve_as_before."""
     per_rank = unresolved.data.batch_size_per_rank
     if unresolved.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
         alone = per_rank * ranks

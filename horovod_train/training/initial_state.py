@@ -22,7 +22,6 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files
-from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
@@ -33,7 +32,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
 from horovod_train.training.fine_tuning import assign, match, slots_like_weights
-from horovod_train.training.run_record import Run
+from horovod_train.training.open_run import Run
 from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
 
 _TABLES: tuple[type[Any], ...] = (
@@ -50,21 +49,6 @@ _OF_THE_STATE = (
 )
 """Settings on which it depends which variables there are, and their shapes."""
 log = logging.getLogger(__name__)
-
-
-def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Config:
-    """Resolve the config for `size` ranks; keep the previous global batch size if the config sets none.
-
-    So a run resumes unchanged at any number of ranks. Raises UserError as `resolve` does.
-    """
-    resolved = resolve(config, size, batch_before)
-    alone = config.data.global_batch(size)
-    if resolved.data.global_batch_size != alone:
-        per_rank = config.data.batch_size_per_rank
-        log.info(
-            f"the global batch stays {batch_before}; data.batch_size_per_rank {per_rank} would make it {alone} here"
-        )
-    return resolved
 
 
 def restore(run: Run) -> Any:

@@ -48,8 +48,7 @@ from horovod_train.training.initial_state import (
     take_initial_weights,
     users_code,
 )
-from horovod_train.training.open_run import open_run
-from horovod_train.training.run_record import Run
+from horovod_train.training.open_run import Run, open_run
 from horovod_train.training.state import Copies, TrainState
 from horovod_train.training.steps.histograms import Summaries, draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason

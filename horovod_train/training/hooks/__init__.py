@@ -25,7 +25,7 @@ __all__ = ["AtEnd", "Hook", "HookFunction", "StopReason", "at", "every"]
 AtEnd = Literal["no", "done", "stopped", "always"]
 
 HookFunction = Callable[[Any, int], StopReason | None]
-"""(run, step) → why the run must end, or None; the same on every rank. run: a run_record.Run."""
+"""(run, step) → why the run must end, or None; the same on every rank. run: an open_run.Run."""
 
 
 @dataclass(frozen=True)

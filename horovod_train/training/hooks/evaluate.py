@@ -20,7 +20,7 @@ from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.shown_text import listed
 from horovod_train.training.hooks import Hook, every, failing_as, guarded
-from horovod_train.training.run_record import Run
+from horovod_train.training.open_run import Run
 from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.step import EvalStep
 from horovod_train.training.stopping import StopReason

@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.output.metrics import NO_ASIDE, Aside
-from horovod_train.training.run_record import LOOK_EVERY_S, MEASURED_PHASES, Run
+from horovod_train.training.open_run import LOOK_EVERY_S, MEASURED_PHASES, Run
 
 JUDGED_FROM_S = 0.5
 """Seconds of steps that each rank must have seen before they are judged: five looks."""

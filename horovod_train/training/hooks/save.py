@@ -10,7 +10,7 @@ from horovod_train.checkpoint.layout import Best, Facts, path_in
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.distributed import consistency
-from horovod_train.training.run_record import Run
+from horovod_train.training.open_run import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.stopping import PeriodicSync
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import PROJECT, RankFacts, train
 
 from horovod_train.training.hooks.log import judge
-from horovod_train.training.run_record import MEASURED_PHASES
+from horovod_train.training.open_run import MEASURED_PHASES
 
 pytestmark = pytest.mark.long
 

@@ -30,7 +30,7 @@ from horovod_train.training.hooks import every
 from horovod_train.training.hooks.evaluate import build_callback_hooks
 from horovod_train.training.hooks.save import Save
 from horovod_train.training.initial_state import contents
-from horovod_train.training.run_record import Stopwatch
+from horovod_train.training.open_run import Stopwatch
 from horovod_train.training.state import Copies, TrainState
 from horovod_train.training.steps.optimizers import Optimizers
 

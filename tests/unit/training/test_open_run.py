@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from horovod_train.training import run_record
+from horovod_train.training import open_run
 from horovod_train.training.hooks.log import judge
-from horovod_train.training.run_record import MEASURED_PHASES, PhaseTimes
+from horovod_train.training.open_run import MEASURED_PHASES, PhaseTimes
 
 
 def name(rank: int) -> str:
@@ -68,7 +68,7 @@ class Looks:
 def test_times_add_up_to_what_has_passed_in_compiled_training(monkeypatch: pytest.MonkeyPatch) -> None:
     training = [(0.1, "compute"), (0.1, "compute"), (7.0, "compute"), (0.1, "exchange")]  # for 7 s it was stopped
     looks = Looks((0.1, None), *training, (0.1, None), (0.1, "input"), (0.2, "input"))
-    monkeypatch.setattr(run_record, "time", SimpleNamespace(perf_counter=lambda: looks.now))
+    monkeypatch.setattr(open_run, "time", SimpleNamespace(perf_counter=lambda: looks.now))
     times = PhaseTimes(lambda: looks.phase)
     times._ended = looks  # type: ignore[assignment]
     with times:
