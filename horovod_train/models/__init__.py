@@ -17,12 +17,12 @@ from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import name_counts
-from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
+from horovod_train.models import convnet, mlp, resnet, transformer
 from horovod_train.presets import load_task
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp.build,
-    "image_mlp": image_mlp.build,
+    "image_mlp": mlp.build_for_images,
     "convnet": convnet.build,
     "resnet50": resnet.build,
     "transformer": transformer.build,

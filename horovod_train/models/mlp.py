@@ -36,6 +36,30 @@ def build(
     return keras.Model(sample, logits, name="mlp")
 
 
+def build_for_images(
+    image_size: int = 28, hidden: int = 500, classes: int = 10, stddev: float = 0.1, bias: float = 0.1
+) -> keras.Model:
+    """Build one hidden layer with ReLU on small grey images: float32 [batch, size, size, 1] → logits [batch, classes].
+
+    By default 784 → 500 → 10, with layers named layer1 and layer2. Weights are drawn from a normal distribution
+    truncated at two deviations; biases start at `bias`.
+    """
+
+    def dense(units: int, name: str, **options: str) -> keras.Layer:
+        return keras.layers.Dense(
+            units,
+            kernel_initializer=keras.initializers.TruncatedNormal(stddev=stddev),
+            bias_initializer=keras.initializers.Constant(bias),
+            name=name,
+            **options,
+        )
+
+    image = keras.Input((image_size, image_size, 1), name="input")
+    x = dense(hidden, "layer1", activation="relu")(keras.layers.Flatten(name="flatten")(image))
+    # Float32 at any precision: softmax over half-precision logits loses accuracy.
+    return keras.Model(image, dense(classes, "layer2", dtype="float32")(x), name="image_mlp")
+
+
 def _dense_class(weight_name: str) -> type[keras.layers.Dense]:
     """Return keras.layers.Dense with another name for its matrix; it is saved as a plain keras.layers.Dense."""
     if weight_name == "kernel":

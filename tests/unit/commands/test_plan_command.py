@@ -326,7 +326,7 @@ def test_a_loss_for_each_output_is_looked_at(config_file: Path, capsys: pytest.C
 OWN_STEP = """
 import keras, tensorflow as tf
 import horovod_train.tensorflow as hvd
-from horovod_train.models import image_mlp
+from horovod_train.models import mlp
 
 class Gathering(keras.Model):
     def train_step(self, data):
@@ -337,7 +337,7 @@ class Gathering(keras.Model):
         return {"loss": loss}
 
 def build(**options):
-    model = image_mlp.build(image_size=4, hidden=6)
+    model = mlp.build_for_images(image_size=4, hidden=6)
     return Gathering(model.inputs, model.outputs)
 """
 
