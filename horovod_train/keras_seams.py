@@ -76,6 +76,15 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
+    """Return each weight of a built optimizer with the average of it (use_ema), which one in a loss scale keeps."""
+    averaging = getattr(optimizer, "inner_optimizer", optimizer)
+    if not averaging.use_ema:
+        return []
+    pairs = zip(weights_of(averaging), averaging._model_variables_moving_average, strict=True)
+    return [(weight, average) for weight, average in pairs if average is not None]
+
+
 def weights_of_slots(slots: Sequence[Any], weights: Iterable[keras.Variable]) -> list[tuple[Any, Any]]:
     """Return each slot of an optimizer with the weight that Keras made it for; with None, one of no weight.
 

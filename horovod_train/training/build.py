@@ -26,7 +26,7 @@ from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in, synchronise_batch_norm
 from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import compile_arguments, compiled_losses
+from horovod_train.keras_seams import averages_of, compile_arguments, compiled_losses
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, build_model, overridden
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.optim.schedules import build_horizon
@@ -34,7 +34,7 @@ from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, check_source, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
-from horovod_train.training.state import Averages, AverageSlots, MovingAverages, TrainState, find_seeds
+from horovod_train.training.state import Averages, MovingAverages, TrainState, find_seeds
 from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.histograms import check_names, find_layers
 from horovod_train.training.steps.optimizers import Optimizers, Update, inside_optimizer, optimizers_in
@@ -309,10 +309,10 @@ def build_training(
 
 
 def _averages(config: Config, compiled: Compiled) -> Averages:
-    kept = compiled.slots.averages() if compiled.slots else None
+    kept = [] if compiled.has_own_optimizers else averages_of(compiled.model.optimizer)
     if kept and config.train.ema_decay is not None:
         raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
-    return kept or MovingAverages(compiled.model, config.train.ema_decay)
+    return Averages(kept, are_of_optimizer=True) if kept else MovingAverages(compiled.model, config.train.ema_decay)
 
 
 def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: BatchSource) -> EvalStep:
@@ -393,7 +393,7 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
         )
     if config.train.synchronization == "stale":
         _check_can_wait(model, optimizers.updated)
-    _check_averages_are_read(optimizers, compiled.slots)
+    _check_averages_are_read(optimizers, compiled)
 
 
 def _check_exchanges(tried: Tried, source: BatchSource, group: WorkerGroup, method: str) -> None:
@@ -458,17 +458,18 @@ def _check_added_losses(tried: Tried, compiled: Compiled) -> None:
         )
 
 
-def _check_averages_are_read(optimizers: Optimizers, slots: AverageSlots | None) -> None:
-    """Raise UserError for an optimizer that keeps averages and never overwrites weights with them, save that of slots.
+def _check_averages_are_read(optimizers: Optimizers, compiled: Compiled) -> None:
+    """Raise UserError for an optimizer that keeps averages and never overwrites weights with them, save that of a run.
 
     Those inside others count too, such as in a MultiOptimizer.
     """
+    of_run = None if compiled.has_own_optimizers else compiled.model.optimizer
     averaging = [
         path if each is optimizer else f"{each.name} in {path}"
         for path, optimizer in optimizers.by_path.items()
         for each in (optimizer, *inside_optimizer(optimizer))
         if getattr(each, "use_ema", False) and not each.ema_overwrite_frequency
-        if slots is None or each is not slots.optimizer
+        if of_run is None or each is not getattr(of_run, "inner_optimizer", of_run)
     ]
     if averaging:
         raise UserError(

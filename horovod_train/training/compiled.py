@@ -32,7 +32,6 @@ from horovod_train.optim.optimizers import (
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.fine_tuning import multiply_rates
 from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels, takes_logits
-from horovod_train.training.state import AverageSlots
 from horovod_train.training.steps.optimizers import optimizers_in
 from horovod_train.training.steps.shares import Data
 
@@ -63,8 +62,6 @@ class Compiled:
     """By output, the target that it is compared with; empty: targets are handed over as they are."""
     has_own_optimizers: bool
     """Whether the optimizers are the model's, so that settings of the config do not change them."""
-    slots: AverageSlots | None = None
-    """Of the averages of the optimizer, if it is not one of those."""
 
     def data_of(self, outputs: Any, *, has_weights: bool, training: bool) -> Callable[[Batch], Data]:
         """Return what gives a step its data: x, (x, y) or (x, y, sample_weight).
@@ -215,17 +212,17 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
     takes = {part: bool(given.get(part)) and not is_given for part, is_given in is_in_config.items()}
     arguments = {name: given.get(name) for name in ("loss", "loss_weights", "metrics", "weighted_metrics")}
     arguments, chosen = _with_config(config, model, arguments, own)
-    optimizer, slots = model.optimizer if model.compiled else None, None
+    optimizer = model.optimizer if model.compiled else None
     if has_own_optimizers:
         _refuse_settings(config, holds)
     elif horizon is not None:
-        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=takes["optimizer"])
+        optimizer = _prepare_optimizer(config, model, horizon, is_compiled=takes["optimizer"])
     changes = any(arguments[name] is not given.get(name) for name in arguments)
     if changes or not model.compiled:
         keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
     if not has_own_optimizers and optimizer is not None:
         model.optimizer = optimizer
-    return Compiled(model, given, takes, chosen, own, _targets(config, chosen), has_own_optimizers, slots)
+    return Compiled(model, given, takes, chosen, own, _targets(config, chosen), has_own_optimizers)
 
 
 def _with_config(
@@ -269,16 +266,15 @@ def _targets(config: Config, chosen: ChosenLoss) -> Mapping[str, str]:
 
 def _prepare_optimizer(
     config: Config, model: keras.Model, horizon: Horizon, *, is_compiled: bool
-) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
+) -> keras.optimizers.Optimizer:
     """Return the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
     if is_compiled:
         _refuse_for_several(config, model.optimizer, _OF_ONE_OPTIMIZER)
     optimizer = _change_optimizer(config, model, horizon) if is_compiled else build_optimizer(config, horizon)
     _refuse_for_several(config, optimizer, ("optimizer.lr_multipliers",))
     multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
-    slots = AverageSlots(optimizer)
     limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
-    return optimizer, slots
+    return optimizer
 
 
 def _refuse_for_several(config: Config, optimizer: keras.optimizers.Optimizer, keys: Sequence[str]) -> None:

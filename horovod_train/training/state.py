@@ -20,8 +20,7 @@ import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.errors import DivergedError, UserError
-from horovod_train.keras_seams import take_class
+from horovod_train.errors import DivergedError
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.steps.optimizers import Optimizers
@@ -32,8 +31,6 @@ LOSS_AVERAGE_DECAY = 0.9
 _LOSS_AVERAGE = "progress/loss_averages"
 LOSS_AVERAGE_BY_RANK = f"ranks/{_LOSS_AVERAGE}"
 """The names in a checkpoint of the mean over ranks, and of each rank's own."""
-SLOT = "average"
-"""The name by which a Keras optimizer with use_ema asks for the variables of its averages."""
 
 
 class TrainState:
@@ -279,11 +276,11 @@ class Averages:
     updates them; such averages are evaluated only if a callback asks for it.
     """
 
-    def __init__(self, averaged: Sequence[tuple[Any, tf.Variable]], *, are_of_optimizer: bool = False) -> None:
+    def __init__(self, averaged: Sequence[tuple[Any, Any]], *, are_of_optimizer: bool = False) -> None:
         """averaged: weights, Keras' or TensorFlow's, each with its average."""
         self.are_of_optimizer = are_of_optimizer
         self._weights = [as_tf_variable(weight) for weight, _ in averaged]
-        self.variables = by_unique_name((weight.path, average) for weight, average in averaged)
+        self.variables = by_unique_name((weight.path, as_tf_variable(average)) for weight, average in averaged)
         self._trained: list[tf.Tensor] = []
 
     def update(self, step: tf.Tensor) -> None:
@@ -337,37 +334,3 @@ class MovingAverages(Averages):
             decay = tf.minimum(self.decay, (1 + updates) / (10 + updates))
             for weight, average in zip(self._weights, self.variables.values(), strict=True):
                 average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
-
-
-class AverageSlots:
-    """Notes the averages of an optimizer when it makes its slots; none without `use_ema`."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Call it before the optimizer is built. Raises UserError if it has been."""
-        self._pairs: list[tuple[Any, tf.Variable]] = []
-        self.optimizer = averaging = getattr(optimizer, "inner_optimizer", optimizer)
-        self.are_kept = bool(averaging.use_ema)
-        if self.are_kept and averaging.built:
-            raise UserError("optimizer: keeps averages (use_ema) and is built already; leave out its build().")
-        if self.are_kept:
-            take_class(averaging, _noting_slots(type(averaging), self._pairs))
-
-    def averages(self) -> Averages | None:
-        """Return the averages of a built optimizer; None without `use_ema`."""
-        if not self.are_kept:
-            return None
-        # A later version of Keras may name them otherwise.
-        assert self._pairs, f"the optimizer has made no slots by the name {SLOT}"
-        return Averages(self._pairs, are_of_optimizer=True)
-
-
-def _noting_slots(base: type, pairs: list[tuple[Any, tf.Variable]]) -> type:
-    class NotingSlots(base):
-        def add_optimizer_variables(self, trainable_variables: Sequence[Any], name: Any, *args: Any, **kw: Any) -> Any:
-            slots = super().add_optimizer_variables(trainable_variables, name, *args, **kw)
-            if name == SLOT:
-                new = zip(trainable_variables, slots, strict=True)
-                pairs.extend((weight, as_tf_variable(slot)) for weight, slot in new if slot is not None)
-            return slots
-
-    return NotingSlots

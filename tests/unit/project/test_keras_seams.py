@@ -44,6 +44,20 @@ def test_weights_of_an_optimizer_are_those_it_was_built_for() -> None:
         assert [id(each) for each in keras_seams.weights_of(optimizer)] == [id(each) for each in weights]
 
 
+def test_averages_of_an_optimizer_are_those_that_it_ends_with() -> None:
+    """_model_variables_moving_average."""
+    for wrap in (lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer):
+        model, optimizer = compiled(), wrap(keras.optimizers.SGD(use_ema=True))
+        optimizer.build(model.trainable_variables[::-1])
+        pairs = keras_seams.averages_of(optimizer)
+        assert [id(weight) for weight, _ in pairs] == [id(each) for each in model.trainable_variables[::-1]]
+        for _, average in pairs:
+            average.assign(tf.fill(average.shape, 3.0))
+        optimizer.finalize_variable_values(model.trainable_variables)
+        assert all((weight == 3.0).all() for weight in model.get_weights())
+    assert keras_seams.averages_of(keras.optimizers.SGD()) == []
+
+
 def test_compile_arguments_are_the_objects_that_compile_was_given() -> None:
     """_compile_config, and its config."""
     loss, metric, users = keras.losses.Huber(), keras.metrics.AUC(), lambda y_true, y_pred: y_true - y_pred

@@ -223,6 +223,15 @@ def test_averages_are_those_of_the_optimizer_of_compile(batches: Pipeline) -> No
     assert not own.state.averages.variables
 
 
+def test_averages_of_an_optimizer_that_is_built_already_are_found(batches: Pipeline) -> None:
+    model = made(compiled=False)
+    model.compile(keras.optimizers.SGD(0.25, use_ema=True))
+    model.optimizer.build(model.trainable_variables)
+    averages = train(batches, model).state.averages
+    assert averages.are_of_optimizer
+    assert list(averages.variables) == [weight.path for weight in model.trainable_weights]
+
+
 def test_every_optimizer_of_a_model_is_found_once() -> None:
     model = made()
     first, second, third = (keras.optimizers.SGD() for _ in range(3))

@@ -18,10 +18,11 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, OptimizerSpec, TrainConfig
 from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import averages_of
 from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.state import (
     LOSS_AVERAGE_BY_RANK,
-    AverageSlots,
+    Averages,
     Copies,
     MovingAverages,
     Settled,
@@ -248,12 +249,10 @@ def steps(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
 def test_the_slots_of_an_optimizer_are_what_keras_ends_with(build: Callable[[], keras.optimizers.Optimizer]) -> None:
     keras.utils.set_random_seed(1)
     model, optimizer = dense(), build()
-    slots = AverageSlots(optimizer)
     optimizer.build(model.trainable_variables)
     steps(optimizer, model)
     trained = model.get_weights()
-    averages = slots.averages()
-    assert averages is not None
+    averages = Averages(averages_of(optimizer), are_of_optimizer=True)
     averages.put_in()
     averages.put_in()  # does nothing
     shown = model.get_weights()
@@ -298,11 +297,3 @@ def test_settings_of_averages_that_have_no_effect_are_one_line(name: str) -> Non
     right = OptimizerSpec("sgd", options | {"use_ema": True})
     found = dict(broken_rules(Config(optimizer=right, train=TrainConfig(epochs=1))))
     assert not [key for key in found if "ema" in key]
-
-
-def test_an_optimizer_without_averages_or_built_before_has_no_slots() -> None:
-    assert not AverageSlots(keras.optimizers.SGD()).are_kept
-    optimizer = keras.optimizers.SGD(use_ema=True)
-    optimizer.build(dense().trainable_variables)
-    with pytest.raises(UserError, match="is built already"):
-        AverageSlots(optimizer)
