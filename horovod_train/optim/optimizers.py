@@ -101,21 +101,11 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
 def add_loss_scale(optimizer: keras.optimizers.Optimizer, config: Config) -> keras.optimizers.Optimizer:
     """Return the optimizer; under mixed_float16 wrapped in a LossScaleOptimizer, unless it is one. Raises UserError."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        _check_loss_scale(optimizer, config)
-    elif config.precision == "mixed_float16":
-        return keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer
-
-
-def _check_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, config: Config) -> None:
-    if isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
-        # Only the outer one would multiply the loss, but both would divide the gradients.
-        raise UserError(f"optimizer.name: {config.optimizer.name} scales the loss twice; expected one loss scale.")
-    if config.train.synchronization != "every_step":
-        raise UserError(
-            f"optimizer.name: {config.optimizer.name} scales the loss, which needs train.synchronization: every_step; "
-            f"received {config.train.synchronization}."
-        )
+        if isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+            # Only the outer one would multiply the loss, but both would divide the gradients.
+            raise UserError(f"optimizer.name: {config.optimizer.name} scales the loss twice; expected one loss scale.")
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer) if config.precision == "mixed_float16" else optimizer
 
 
 def limit_weight_decay(

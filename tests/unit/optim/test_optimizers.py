@@ -162,13 +162,6 @@ def test_two_loss_scales_are_refused() -> None:
         build_optimizer(config, HORIZON)
 
 
-@pytest.mark.parametrize("synchronization", ["stale", "local"])
-def test_a_loss_scale_goes_with_exchange_at_every_step_only(synchronization: str) -> None:
-    train = TrainConfig(synchronization=synchronization)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=f"needs train.synchronization: every_step; received {synchronization}"):
-        build_optimizer(Config(train=train, optimizer=OptimizerSpec(f"{__name__}:scaled")), HORIZON)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

@@ -810,6 +810,11 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         {"train": {"synchronization": "stale"}},
         "train.synchronization: an optimizer scales the loss, which needs every_step; received stale.",
     ),
+    "a loss scale in local steps": (
+        lambda: compiled_by_variable(scaled=True),
+        {"train": {"synchronization": "local"}},
+        "train.synchronization: an optimizer scales the loss, which needs every_step; received local.",
+    ),
     "a weight that is updated twice in stale steps": (
         lambda: made(_with_two(Own())),
         {"train": {"synchronization": "stale"}},
