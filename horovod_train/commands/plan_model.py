@@ -153,11 +153,7 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
-        rate_of="the model"
-        if state.optimizer.are_kept_by_the_model
-        else "the compiled optimizer"
-        if components.keeps_compiled_rate
-        else "",
+        rate_of=components.rate_of,
         fine_tuning=dict(_fine_tuning(components, outlook)),
     )
 

@@ -71,8 +71,8 @@ class Components:
     """Applied as at the start of the first epoch."""
     origins: tuple[str, ...] = ()
     """Where the parts come from that a compiled model has too."""
-    keeps_compiled_rate: bool = False
-    """Whether the learning rate is that of the optimizer that the model was compiled with."""
+    rate_of: str = ""
+    """Of what the learning rate is: "the model", "the compiled optimizer"; "": of the config."""
     averages: str = ""
     """What the averages are for that the optimizer keeps; "" if it keeps none."""
 
@@ -127,6 +127,7 @@ def build_components(
     callbacks.attach(model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=horizon.steps_per_epoch)
     evaluated_names = [f"val_{name}" for name in evaluation.metrics.names] if evaluation else []
     callbacks.check_monitors([*train_step.figures.names, *evaluated_names])
+    keeps_rate = compiled.takes["optimizer"] and config.lr_schedule.base_lr is None
     return Components(
         train=train,
         eval=eval_,
@@ -139,7 +140,7 @@ def build_components(
         last_step=horizon.total_steps,
         freezing=freezing,
         origins=tuple(compiled.origins(train_step.update.optimizers.by_path)),
-        keeps_compiled_rate=compiled.takes["optimizer"] and config.lr_schedule.base_lr is None,
+        rate_of="the model" if compiled.has_own_optimizers else "the compiled optimizer" if keeps_rate else "",
         averages=_use_of_averages(state.averages, callbacks, evaluation),
         callbacks=callbacks,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
@@ -239,7 +240,7 @@ def build_training(
 ) -> TrainStep:
     """Try the model's train_step; build slots, state and step, and distribute its optimizers. Raises UserError."""
     model, where = compiled.model, _where(config, "train")
-    optimizers = Optimizers(optimizers_in(model), are_kept_by_the_model=compiled.has_own_optimizers)
+    optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
     # Before the trial, which shows what they refuse, and after it, because names are not losses before.
     shares = _take_on_losses(model, Shares(group))

@@ -55,11 +55,9 @@ class Optimizers:
     It is what a TrainState asks for slots and rates.
     """
 
-    def __init__(
-        self, optimizers: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = False
-    ) -> None:
-        """optimizers: by the attribute. are_kept_by_the_model: whether settings of the config do not change them."""
-        self.by_attribute, self.are_kept_by_the_model = optimizers, are_kept_by_the_model
+    def __init__(self, optimizers: Mapping[str, keras.optimizers.Optimizer]) -> None:
+        """optimizers: by the attribute."""
+        self.by_attribute = optimizers
         self.by_path: dict[str, keras.optimizers.Optimizer] = {}
         """Those that the step applies, known after `only_noted`."""
         self.updated: list[Any] = []
