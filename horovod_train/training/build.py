@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import keras
 import tensorflow as tf
 
+from horovod_train.config.registry import is_users, load_function
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config, Watched
 from horovod_train.data.batch_source import BatchSource
@@ -32,7 +33,7 @@ from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, 
 from horovod_train.optim.schedules import build_horizon
 from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
-from horovod_train.training.fine_tuning import Freezing, check_source, enable_lora
+from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
 from horovod_train.training.state import Averages, MovingAverages, TrainState, find_seeds
 from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
@@ -164,7 +165,8 @@ def _prepare_model(model: keras.Model, config: Config, group: WorkerGroup) -> ke
     """Return the model as it trains: on this rank's devices, cut into stages if there are several. Raises UserError."""
     devices = group.devices[group.rank].logical
     check_precision(model, config.precision)
-    check_source(config.model)
+    if config.model.init_from and is_users(config.model.init_from):
+        load_function(config.model.init_from, "model.init_from")  # on every rank, so that their code can be compared
     enable_lora(model, config.model.lora)
     check_sendable(model.weights)
     check_have_gradients(model.trainable_weights)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.layout import Damaged, open_checkpoint
 from horovod_train.checkpoint.tensors import read_arrays
-from horovod_train.config.registry import find, load_function, raised_at, suggest
+from horovod_train.config.registry import find, is_users, load_function, raised_at, suggest
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
@@ -33,7 +33,6 @@ _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
 _WHERE = "model.init_from"
 _ALL_BUT = "all but "
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:\w+")
 _IN_KERAS_FILE = "model.weights.h5"
 _NOT_THE_MODEL = ("optimizer", "compile_metrics", "_loss_tracker", "loss_tracker")
 """Groups of a file that hold the state of `compile` and `fit`."""
@@ -175,15 +174,6 @@ class Match(NamedTuple):
         return "; ".join(parts)
 
 
-def check_source(spec: ModelSpec) -> None:
-    """Raise UserError if init_from names a function that cannot be imported.
-
-    Every rank calls it, so that the ranks' code can be compared.
-    """
-    if spec.init_from and _FUNCTION.fullmatch(spec.init_from):
-        load_function(spec.init_from, _WHERE)
-
-
 def match(model: keras.Model, spec: ModelSpec) -> Match:
     """Read the source and compare it with a built model, which is not changed. Raises UserError."""
     source = spec.init_from
@@ -256,7 +246,7 @@ def _values(stored: Any, path: str, source: str) -> np.ndarray:
 
 def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any]:
     """Return the arrays of a source by path; of a file, its datasets, open as long as `files`."""
-    if _FUNCTION.fullmatch(source):
+    if is_users(source):
         return _from_function(source)
     if source.endswith((".keras", ".h5")):
         return _from_file(source, model, files)
