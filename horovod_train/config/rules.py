@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from horovod_train.config.paths import remote_path_problems
@@ -271,6 +271,13 @@ def keys_of(need: str) -> list[str]:
 def lookup(config: Config, key: str) -> Any:
     """Return the value of `section.key`."""
     return functools.reduce(getattr, key.split("."), config)
+
+
+def refuse_given(config: Config, keys: Iterable[str], why: str) -> None:
+    """Raise UserError for the first of these settings that is not its default. why: what follows its name."""
+    for key in keys:
+        if lookup(config, key) != lookup(Config(), key):
+            raise UserError(f"{key}: {why}")
 
 
 def holds(need: str, config: Config) -> bool:

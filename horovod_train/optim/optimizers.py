@@ -10,6 +10,7 @@ import keras
 from keras.optimizers import schedules as keras_schedules
 
 from horovod_train.config.registry import call, choose_keras, find, load_function
+from horovod_train.config.rules import refuse_given
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
@@ -132,9 +133,7 @@ def limit_weight_decay(
     name = "the compiled optimizer" if is_compiled else config.optimizer.name
     decision = f"{name} decides itself what it excludes from its weight decay"
     reason = decision if decides_itself else "there is no weight decay; give optimizer.options.weight_decay"
-    for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
-        if getattr(config.train, key) != default:
-            raise UserError(f"train.{key}: {reason}.")
+    refuse_given(config, ("train.weight_decay_exclude", "train.weight_decay_1d"), f"{reason}.")
 
 
 def _excluded(variables: Sequence[keras.Variable], config: TrainConfig) -> list[keras.Variable]:

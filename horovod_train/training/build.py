@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import is_users, load_function
-from horovod_train.config.rules import lookup
+from horovod_train.config.rules import refuse_given
 from horovod_train.config.settings import Config, Watched
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records
@@ -330,12 +330,9 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
     check_variables(tried.assigns, known, "test_step changes", "model.name")
     _check_exchanges(tried, pipeline, group, "test_step")
     _check_added_losses(tried, compiled)
-    for key in ("metrics", "weighted_metrics"):
-        if not tried.calls_compute_metrics and lookup(config, key) != lookup(Config(), key):
-            raise UserError(
-                f"{key}: has no effect in evaluations, because the model's own test_step does not call "
-                "compute_metrics. Leave it out."
-            )
+    if not tried.calls_compute_metrics:
+        why = "because the model's own test_step does not call compute_metrics. Leave it out."
+        refuse_given(config, ("metrics", "weighted_metrics"), f"has no effect in evaluations, {why}")
     shares = _take_on_losses(model, shares)
     figures = Figures(tried.sources, metrics_in(model), tried.updates)
     forward_state = ForwardState(group, _changed_by_forward_pass(model, tried))
@@ -383,12 +380,8 @@ def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, trie
             "gradients stands, and XLA cannot compile that. Leave it out."
         )
     if own_step and not tried.calls_compute_loss and not (config.data.eval or config.data.dataset):
-        for key in ("loss", "metrics", "weighted_metrics"):
-            if lookup(config, key) != lookup(Config(), key):
-                raise UserError(
-                    f"{key}: has no effect, because the model's own train_step does not call compute_loss, and there "
-                    "is no data.eval. Leave it out."
-                )
+        why = "because the model's own train_step does not call compute_loss, and there is no data.eval. Leave it out."
+        refuse_given(config, ("loss", "metrics", "weighted_metrics"), f"has no effect, {why}")
     if optimizers.scales_loss and config.train.synchronization != "every_step":
         raise UserError(
             "train.synchronization: an optimizer scales the loss, which needs every_step; received "

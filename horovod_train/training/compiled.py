@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import call, choose_keras, is_short, is_users
-from horovod_train.config.rules import lookup
+from horovod_train.config.rules import refuse_given
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, MetricSpec, Spec
 from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Schema
@@ -287,12 +287,11 @@ def _refuse_for_several(config: Config, optimizer: keras.optimizers.Optimizer, k
             "model.unfreeze: a MultiOptimizer must be given all weights in each step, not some of them later. Leave it "
             "out, or compile the model with one optimizer."
         )
-    for key in keys:
-        if lookup(config, key) != lookup(Config(), key):
-            raise UserError(
-                f"{key}: has no effect on a MultiOptimizer, because the optimizers inside it update the weights. Leave "
-                "it out, and give those what it stands for, such as global_clipnorm or another learning_rate."
-            )
+    why = (
+        "has no effect on a MultiOptimizer, because the optimizers inside it update the weights. Leave it "
+        "out, and give those what it stands for, such as global_clipnorm or another learning_rate."
+    )
+    refuse_given(config, keys, why)
 
 
 def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:
@@ -337,12 +336,11 @@ def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Opti
 
 def _refuse_settings(config: Config, holds: Mapping[str, Any]) -> None:
     """Raise UserError for settings of an optimizer where the model keeps its own."""
-    for key in _OF_THE_OPTIMIZER:
-        if lookup(config, key) != lookup(Config(), key):
-            raise UserError(
-                f"{key}: has no effect, because the model trains by its own train_step, with optimizers that it keeps "
-                f"itself: {', '.join(holds) or 'none'}. Leave it out."
-            )
+    why = (
+        "has no effect, because the model trains by its own train_step, with optimizers that it keeps itself: "
+        f"{', '.join(holds) or 'none'}. Leave it out."
+    )
+    refuse_given(config, _OF_THE_OPTIMIZER, why)
 
 
 def build_metrics(specs: Sequence[Spec]) -> Any:
