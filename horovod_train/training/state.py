@@ -283,9 +283,6 @@ class Averages:
         self.variables = by_unique_name((weight.path, as_tf_variable(average)) for weight, average in averaged)
         self._trained: list[tf.Tensor] = []
 
-    def update(self, step: tf.Tensor) -> None:
-        """In the compiled step, after an update. step: int64 scalar, updates so far."""
-
     def restart(self) -> None:
         """Set the averages to the weights that the model has, as at the start."""
         for weight, average in zip(self._weights, self.variables.values(), strict=True):
@@ -318,7 +315,7 @@ class MovingAverages(Averages):
     """Exponential moving averages of the trainable weights, used instead of the weights in evaluation.
 
     average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow quickly
-    (num_updates of tf.train.ExponentialMovingAverage). decay None: no averages, all methods do nothing.
+    (num_updates of tf.train.ExponentialMovingAverage). decay None: no averages.
     """
 
     def __init__(self, model: keras.Model, decay: float | None) -> None:
@@ -327,8 +324,7 @@ class MovingAverages(Averages):
         super().__init__([(weight, variable_beside(weight, as_tf_variable(weight))) for weight in weights])
 
     def update(self, step: tf.Tensor) -> None:
-        if self.decay is None:
-            return
+        """In the compiled step, after an update, if there are any. step: int64 scalar, updates so far."""
         with tf.name_scope("moving_average"):
             updates = tf.cast(step, tf.float32)
             decay = tf.minimum(self.decay, (1 + updates) / (10 + updates))

@@ -25,7 +25,7 @@ from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
-from horovod_train.training.state import TrainState
+from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
 from horovod_train.training.steps.optimizers import Update, add_lists
 from horovod_train.training.steps.shares import Data, Part, Rows, Shares, parts_of
@@ -401,7 +401,7 @@ class TrainStep:
 
     def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
         averages, step = self.state.averages, tf.identity(self.state.step)
-        if averages.are_of_optimizer or not averages.variables:
+        if not isinstance(averages, MovingAverages) or not averages.variables:
             return
         if is_left_out is None:
             averages.update(step)
