@@ -420,28 +420,26 @@ class TrainStep:
         return contexts
 
 
+@dataclass(eq=False, repr=False)
 class EvalStep:
     """Evaluates batches by the model's `test_step`: adds what it returns, and its metrics, to `metrics`.
 
     A loss is that of the records of all ranks in a step, as in training.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        rows: Rows,
-        shares: Shares,
-        forward_state: ForwardState,
-        figures: Figures,
-        seeds: Seeds,
-    ) -> None:
-        self.model, self.rows, self.shares, self.metrics = model, rows, shares, figures
-        self.forward_state = forward_state
-        """Weights that the step assigns also in evaluation."""
+    model: keras.Model
+    rows: Rows
+    shares: Shares
+    forward_state: ForwardState
+    """Weights that the step assigns also in evaluation."""
+    metrics: Figures
+    seeds: Seeds
+
+    def __post_init__(self) -> None:
         self.counter = BatchCounter()
         self._rows_per_batch = 0
         self.retrace()
-        self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
+        self._begin = tf.function(lambda: self.seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
     def retrace(self) -> None:
         """Compile the step when it runs next: a loss has the penalties of the weights that are trained then."""
