@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -54,8 +53,8 @@ class Failure:
         is_cause: tf.Tensor,
         loss: tf.Tensor,
         skips: tf.Tensor | int,
-        batch: Batch | None = None,
-        labels: Mapping[str, int] = MappingProxyType({}),
+        batch: Batch | None,
+        labels: Mapping[str, int],
     ) -> None:
         """In the compiled step: note that the combined gradients are not finite. is_cause: bool, see above.
 

@@ -36,14 +36,14 @@ def said(failure: Failure, *others: list[Any]) -> str:
 @pytest.mark.parametrize(("loss", "shown"), [(math.nan, "NaN"), (math.inf, "inf")])
 def test_a_loss_that_is_not_finite_is_shown(loss: float, shown: str) -> None:
     failure = Failure()
-    failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(loss), tf.constant(0))
+    failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(loss), tf.constant(0), None, {})
     expected = f"Model diverged with loss = {shown} at step 7: loss or gradients are not finite on rank 0 (node0). N"
     assert said(failure, FINE, FINE).startswith(expected)
 
 
 def test_a_finite_loss_is_not_given_as_the_reason() -> None:
     failure = Failure()
-    failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(0.25), tf.constant(0))
+    failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(0.25), tf.constant(0), None, {})
     line = said(failure, FINE, FINE)
     assert line.startswith("Model diverged at step 7: gradients, but not the loss, are not finite on rank 0 (node0).")
     assert "0.25" not in line
@@ -51,7 +51,7 @@ def test_a_finite_loss_is_not_given_as_the_reason() -> None:
 
 def test_where_every_rank_has_finite_gradients_it_is_their_exchange_that_overflows() -> None:
     failure = Failure()
-    failure.note(tf.constant(7, tf.int64), tf.constant(False), tf.constant(0.25), tf.constant(10))
+    failure.note(tf.constant(7, tf.int64), tf.constant(False), tf.constant(0.25), tf.constant(10), None, {})
     line = said(failure, [7, False, True, "0.25", 10, "", ""], [7, False, True, "0.5", 10, "", ""])
     assert "gradients are finite on each rank, but not once they are combined, after 10 skipped updates" in line
     assert "horovod.compression: fp16 overflows above 65504" in line
@@ -69,7 +69,7 @@ def test_a_variable_is_named_with_its_rank() -> None:
 
 def test_the_first_failure_is_the_one_that_is_kept() -> None:
     failure = Failure()
-    failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(math.nan), tf.constant(0))
+    failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(math.nan), tf.constant(0), None, {})
     failure.note_variables(9, {"model/dense/kernel": tf.Variable([math.nan])})
     assert "at step 7: loss or gradients" in said(failure, FINE, FINE)
 
