@@ -235,7 +235,10 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
             raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
         _check_is_of_use(type(callback), spec, where)
         if getattr(callback, "restore_best_weights", False):
-            raise UserError(f"{where}: {spec.name} has restore_best_weights, which a resume would lose; leave it out.")
+            raise UserError(
+                f"{where}: {spec.name} has restore_best_weights, which a resume would lose; leave it out, and use "
+                "checkpoint.best."
+            )
         if isinstance(callback, _SWAPS):
             if type(callback) is not _SWAPS:
                 raise UserError(
@@ -255,8 +258,6 @@ def _check_is_of_use(kind: Any, spec: Spec, where: str) -> None:
     for base in kind.__mro__ if isinstance(kind, type) else ():
         if base.__name__ in _INSTEAD and base is getattr(keras.callbacks, base.__name__, None):
             raise UserError(f"{where}: {spec.name} has no use here; use {_INSTEAD[base.__name__]}.")
-    if spec.options.get("restore_best_weights"):
-        raise UserError(f"{where}.options.restore_best_weights: a resume would lose them; use checkpoint.best.")
 
 
 def _check_there_are_averages(name: str, averages: Averages) -> None:

@@ -30,7 +30,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "EarlyStopping",
         {"restore_best_weights": True},
-        "options.restore_best_weights: a resume would lose them; use che",
+        "EarlyStopping has restore_best_weights, which a resume would lose; leave it out, and use checkpoint.best.",
     ),
     (
         "user_callbacks:KeepsTheBest",
