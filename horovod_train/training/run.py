@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +327,8 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
     state, clock, stopping = run.state, run.clock, run.stopping
     size = run.parts.train.size_of(position(state, run.parts.train))
-    with said_if_slow("compiling the first step, which takes minutes for large models", unless=clock.is_running):
+    line = "compiling the first step, which takes minutes for large models"
+    with nullcontext() if clock.is_running else said_if_slow(line):
         done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
     run.group.heartbeat.phase("train")
     run.group.heartbeat.has_stepped = True
@@ -342,11 +343,8 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
 
 
 @contextmanager
-def said_if_slow(line: str, *, unless: bool = False) -> Iterator[None]:
+def said_if_slow(line: str) -> Iterator[None]:
     """Log a line if the block has not ended after some seconds, so that nobody takes silence for a stall."""
-    if unless:
-        yield
-        return
     timer = threading.Timer(SAY_AFTER_S, log.info, [line])
     timer.daemon = True
     timer.start()
