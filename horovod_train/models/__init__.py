@@ -45,14 +45,13 @@ def overridden(instance: Any, methods: Sequence[str], base: type = keras.Model) 
 
 def build_model(spec: Spec) -> keras.Model:
     """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
-    if spec.name.endswith(".keras"):
-        _number_names_as_at_first()
-        model = _load(spec)
-    elif spec.name not in MODELS and os.path.isdir(spec.name):
+    is_file = spec.name.endswith(".keras")
+    if is_file or (spec.name not in MODELS and os.path.isdir(spec.name)):
         if spec.options:
-            raise UserError(f"model.options: {spec.name} is a preset, which takes no options; received {spec.options}.")
+            kind = "file" if is_file else "preset"
+            raise UserError(f"model.options: {spec.name} is a {kind}, which takes no options; received {spec.options}.")
         _number_names_as_at_first()
-        model = load_task(spec.name)
+        model = _load(spec.name) if is_file else load_task(spec.name)
     else:
         build = choose(MODELS, spec.name, "model.name")  # may import a module that has layers of its own
         _number_names_as_at_first()
@@ -86,17 +85,15 @@ def _number_names_as_at_first() -> None:
     counts.update(_counts_at_first)
 
 
-def _load(spec: Spec) -> keras.Model:
+def _load(path: str) -> keras.Model:
     """Load a whole model from a Keras file, with its weights and what it was compiled with. Raises UserError."""
-    if spec.options:
-        raise UserError(f"model.options: {spec.name} is a file, which takes no options; received {spec.options}.")
     try:
         with warnings.catch_warnings():  # the trainer does not take the state of the file's optimizer
             warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
-            return keras.saving.load_model(spec.name)
+            return keras.saving.load_model(path)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         text = one_line(error)[:300]
-        raise UserError(f"model.name: {spec.name}: cannot be loaded: {text}") from error
+        raise UserError(f"model.name: {path}: cannot be loaded: {text}") from error
 
 
 def _refuse_ignored(model: keras.Model, name: str) -> None:
