@@ -27,6 +27,7 @@ from horovod_train.models import build_model
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build import build_training
 from horovod_train.training.compiled import compile_model
+from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import CombineList, EveryStep, Exchanged
 
 WINDOWS = 5
@@ -93,7 +94,7 @@ class Trainer:
         compiled = compile_model(config, model, Horizon(rows * group.size, 1, 1))
         spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch)
         source = SimpleNamespace(scaled_spec=spec, has_weights=False, scaled=lambda batch: batch)
-        self._step = build_training(config, group, compiled, cast(BatchSource, source), {})
+        self._step = build_training(config, group, compiled, cast(BatchSource, source), Shares(group), {})
         self._step.state.synchronization = self._step.update.synchronization = synchronization
         chunk = tf.nest.map_structure(lambda values: tf.stack([values] * self._steps), batch)
         self._batches = Batches(tf.data.Dataset.from_tensors(chunk).repeat())

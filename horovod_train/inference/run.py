@@ -39,6 +39,7 @@ from horovod_train.training.initial_state import check_contents, contents, final
 from horovod_train.training.losses import build_loss, takes_logits
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
+from horovod_train.training.steps.shares import Shares
 
 Weights = Literal["auto", "trained", "ema"]
 """Weights of the last update, or their moving averages. auto: the averages if there are any."""
@@ -79,7 +80,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             _add_penalties(config, trained)
             compiled = compile_model(config, trained.model, None)
-            step = build_evaluation(config, group, compiled, pipeline)
+            step = build_evaluation(config, group, compiled, pipeline, Shares(group))
         group.heartbeat.set_probe(step.counter)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = step.metrics.result(group)

@@ -115,9 +115,10 @@ def build_components(
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     tracked = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
-    train_step = build_training(config, group, compiled, train, tracked)
+    shares = Shares(group)
+    train_step = build_training(config, group, compiled, train, shares, tracked)
     state, warnings = train_step.state, tuple(list_warnings(config, group.size, train_step))
-    evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
+    evaluation = build_evaluation(config, group, compiled, eval_, shares) if eval_ else None
     _check_watched(config, evaluation)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
@@ -238,14 +239,22 @@ def _check_watched(config: Config, evaluation: EvalStep | None) -> None:
 
 
 def build_training(
-    config: Config, group: WorkerGroup, compiled: Compiled, train: BatchSource, tracked: Mapping[str, tf.Variable]
+    config: Config,
+    group: WorkerGroup,
+    compiled: Compiled,
+    train: BatchSource,
+    shares: Shares,
+    tracked: Mapping[str, tf.Variable],
 ) -> TrainStep:
-    """Try the model's train_step; build slots, state and step, and distribute its optimizers. Raises UserError."""
+    """Try the model's train_step; build slots, state and step, and distribute its optimizers. Raises UserError.
+
+    shares: one for training and evaluation, because the model's losses follow one.
+    """
     model, where = compiled.model, _where(config, "train")
     optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
     # Before the trial, which shows what they refuse, and after it, because names are not losses before.
-    shares = _take_on_losses(model, Shares(group))
+    _take_on_losses(model, shares)
     if not compiled.own:
         make_metrics(model, train.scaled_spec, rows.data_of)
     penalties = add_l2(model, config.train.l2)
@@ -254,7 +263,7 @@ def build_training(
     _check_exchanges(tried, train, group, "train_step")
     _check_added_losses(tried, compiled)
     _check_l2_is_read(penalties, compiled)
-    shares = _take_on_losses(model, shares)
+    _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
     needs_divisors = bool(_losses(model)) and (config.jit_compile or config.train.accumulate_steps > 1)
@@ -318,13 +327,15 @@ def _averages(config: Config, compiled: Compiled) -> Averages:
     return Averages(kept, are_of_optimizer=True) if kept else MovingAverages(compiled.model, config.train.ema_decay)
 
 
-def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: BatchSource) -> EvalStep:
+def build_evaluation(
+    config: Config, group: WorkerGroup, compiled: Compiled, pipeline: BatchSource, shares: Shares
+) -> EvalStep:
     """Try the model's test_step on the shapes of a batch. Raises UserError."""
     model = compiled.model
     if "train_step" in compiled.own and "test_step" not in compiled.own:
         _check_loss_is_known(compiled)
     rows = _rows(config, group, compiled, pipeline, training=False)
-    shares = _take_on_losses(model, Shares(group))
+    _take_on_losses(model, shares)
     tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
     check_variables(tried.assigns, known, "test_step changes", "model.name")
@@ -333,7 +344,7 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
     if not tried.calls_compute_metrics:
         why = "because the model's own test_step does not call compute_metrics. Leave it out."
         refuse_given(config, ("metrics", "weighted_metrics"), f"has no effect in evaluations, {why}")
-    shares = _take_on_losses(model, shares)
+    _take_on_losses(model, shares)
     figures = Figures(tried.sources, metrics_in(model), tried.updates)
     forward_state = ForwardState(group, _changed_by_forward_pass(model, tried))
     return EvalStep(model, rows, shares, forward_state, figures, Seeds(find_seeds(model), config.seed, group.rank))
@@ -508,11 +519,9 @@ def _losses(model: keras.Model) -> list[keras.losses.Loss]:
     return list(found.values())
 
 
-def _take_on_losses(model: keras.Model, shares: Shares) -> Shares:
-    """Make the model's losses those of all ranks; return the shares that they follow."""
+def _take_on_losses(model: keras.Model, shares: Shares) -> None:
     for loss in _losses(model):
-        shares = shares.take_on(loss)
-    return shares
+        shares.take_on(loss)
 
 
 def add_l2(model: keras.Model, l2: float) -> list[_Sum]:

@@ -191,16 +191,11 @@ class Shares:
         assert self.share is not None
         return tf.math.multiply_no_nan(values, tf.cast(self.share, values.dtype))
 
-    def take_on(self, loss: keras.losses.Loss) -> Shares:
-        """Make a loss that of all ranks inside a step; elsewhere, and saved, it is what it was.
-
-        Returns the shares that it follows: these, or those by which it was taken on before.
-        """
+    def take_on(self, loss: keras.losses.Loss) -> None:
+        """Make a loss that of all ranks inside a step; elsewhere, and saved, it is what it was."""
         if not isinstance(loss, _OfAllRanks):
             take_class(loss, _of_all_ranks(type(loss)))
-            loss.__dict__["_shares"] = self
-        shares: Shares = loss.__dict__["_shares"]
-        return shares
+        loss.__dict__["_shares"] = self
 
     def of_all_ranks(self, loss: keras.losses.Loss, value: Any, values: Any, outputs: Any, weights: Any) -> Any:
         """Return the value of a loss times N · divisor here / divisor of all / share, if it is not divided by rows.

@@ -14,6 +14,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build import build_training
 from horovod_train.training.compiled import compile_model
+from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import SyncStrategy
 
@@ -41,7 +42,7 @@ def build_step(
     """
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch)
     compiled = compile_model(config, model, Horizon(1, 1, 1))
-    step = build_training(config, group, compiled, like(spec, has_weights=has_weights), {})
+    step = build_training(config, group, compiled, like(spec, has_weights=has_weights), Shares(group), {})
     if synchronization is not None:
         step.state.synchronization = step.update.synchronization = synchronization
     return step

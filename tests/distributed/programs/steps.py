@@ -34,6 +34,7 @@ from horovod_train.data.batch_source import Batch
 from horovod_train.optim.lars import LARS
 from horovod_train.training.build import build_evaluation
 from horovod_train.training.compiled import compile_model
+from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.step import EvalStep
 
 BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -107,7 +108,7 @@ def build_watched(loss: Any, metrics: list[Any]) -> keras.Model:
 
 def evaluator(model: keras.Model, share: Callable[[int], Batch]) -> EvalStep:
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, share(0))
-    return build_evaluation(Config(), group, compile_model(Config(), model, None), like(spec))
+    return build_evaluation(Config(), group, compile_model(Config(), model, None), like(spec), Shares(group))
 
 
 evaluation: EvalStep | None = None

@@ -33,6 +33,7 @@ from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.steps import figures
 from horovod_train.training.steps.histograms import Summaries
 from horovod_train.training.steps.optimizers import optimizers_in
+from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.step import EvalStep, TrainStep
 
 ALONE = WorkerGroup(
@@ -79,12 +80,12 @@ def made(model: keras.Model | None = None, compiled: bool = True) -> keras.Model
 
 def train(batches: Pipeline, model: keras.Model, /, **sections: Any) -> TrainStep:
     config = build(Config, {"model": "users:model"} | sections, "")
-    return build_training(config, ALONE, compile_model(config, model, Horizon(16, 5, 10)), batches, {})
+    return build_training(config, ALONE, compile_model(config, model, Horizon(16, 5, 10)), batches, Shares(ALONE), {})
 
 
 def evaluate(batches: Pipeline, model: keras.Model, **sections: Any) -> EvalStep:
     config = build(Config, {"model": "users:model"} | sections, "")
-    return build_evaluation(config, ALONE, compile_model(config, model, None), batches)
+    return build_evaluation(config, ALONE, compile_model(config, model, None), batches, Shares(ALONE))
 
 
 class OfOneRank:
@@ -102,7 +103,9 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainStep]:
 
     def step(batches: Pipeline, model: keras.Model, **sections: Any) -> TrainStep:
         config, group = build(Config, {"model": "users:model"} | sections, ""), replace(ALONE, size=1, hosts=("",))
-        return build_training(config, group, compile_model(config, model, Horizon(16, 5, 10)), batches, {})
+        return build_training(
+            config, group, compile_model(config, model, Horizon(16, 5, 10)), batches, Shares(group), {}
+        )
 
     return step
 
@@ -653,9 +656,10 @@ def test_collectives_in_a_step_have_names_that_do_not_depend_on_the_ranks_record
             source = pipeline(data, rank, 2, batch=16)
             config = build(Config, {"model": "users:model", "train": {"accumulate_steps": accumulate_steps}}, "")
             model, group = made(Gathering()), replace(ALONE, rank=rank)
+            horizon, shares = Horizon(16, 5, 10), Shares(group)
             steps = [
-                build_training(config, group, compile_model(config, model, Horizon(16, 5, 10)), source, {}),
-                build_evaluation(config, group, compile_model(config, model, None), source),
+                build_training(config, group, compile_model(config, model, horizon), source, shares, {}),
+                build_evaluation(config, group, compile_model(config, model, None), source, shares),
             ]
             names.append([exchanges(step, source, source.steps_per_epoch - 1) for step in steps])
     of_first, of_second = names

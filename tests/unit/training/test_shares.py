@@ -265,8 +265,8 @@ def test_one_rank_has_the_bits_of_keras(reduction: str) -> None:
 
 def test_a_loss_is_what_it_was_outside_of_steps_and_when_it_is_saved() -> None:
     loss, shares = keras.losses.MeanSquaredError(reduction="sum"), Shares(group_of(3))
-    assert shares.take_on(loss) is shares
-    assert Shares(group_of(2)).take_on(loss) is shares  # as an evaluation beside a training run has it
+    Shares(group_of(2)).take_on(loss)  # of a run before
+    shares.take_on(loss)
     loaded = keras.losses.deserialize(keras.losses.serialize(loss))
     assert type(loaded) is keras.losses.MeanSquaredError
     assert loaded.reduction == "sum"
