@@ -38,7 +38,7 @@ from horovod_train.checkpoint.layout import (
 )
 from horovod_train.checkpoint.tensors import sync, write
 from horovod_train.errors import UserError
-from horovod_train.output.removal import Artifact, check, remove, rename, replace
+from horovod_train.output.files import Artifact, check, remove, rename, replace
 
 _INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
 _CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)

@@ -24,8 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_train.errors import RunError, UserError
-from horovod_train.output.files import write_atomically
-from horovod_train.output.removal import Artifact, NotOurs, remove
+from horovod_train.output.files import Artifact, NotOurs, remove, write_atomically
 
 SCRIPT = Path(__file__).with_name("build_horovod.sh")
 CACHED = Artifact("a compiled Horovod", r"horovod-cp\d+-.+", "folder", (r"horovod-.+\.whl",))

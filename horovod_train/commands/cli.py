@@ -27,9 +27,8 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import lease
 from horovod_train.output.console import Screen, plain
-from horovod_train.output.files import write_atomically
+from horovod_train.output.files import Artifact, check, write_atomically
 from horovod_train.output.rank_log import FOLDER
-from horovod_train.output.removal import Artifact, check
 
 T = TypeVar("T")
 ConfigParts = tuple[list[str], list[str]]

@@ -37,7 +37,7 @@ from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, one_line
 from horovod_train.output import logs
-from horovod_train.output.removal import Artifact
+from horovod_train.output.files import Artifact
 
 FINDINGS = Artifact(
     "a file that doctor wrote", ".+", content_matches=lambda path: path.read_bytes().startswith(b'{\n  "checks": ')

@@ -38,7 +38,7 @@ from horovod_train.distributed.launch.local import list_gpus
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
-from horovod_train.output.removal import Artifact, remove
+from horovod_train.output.files import Artifact, remove
 from horovod_train.shown_text import listed
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)

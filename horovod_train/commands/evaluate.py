@@ -16,7 +16,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
-from horovod_train.output.removal import Artifact
+from horovod_train.output.files import Artifact
 
 
 def _is_figures(path: Path) -> bool:

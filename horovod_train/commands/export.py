@@ -16,7 +16,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
-from horovod_train.output.removal import Artifact, draft_of, remove, replace, zip_members
+from horovod_train.output.files import Artifact, draft_of, remove, replace, zip_members
 
 KERAS_FILE = Artifact(
     "a Keras file", r".+\.keras", content_matches=lambda path: {"config.json", "metadata.json"} <= zip_members(path)

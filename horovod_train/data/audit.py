@@ -20,8 +20,7 @@ import numpy as np
 
 from horovod_train.data.source import mark_skipped
 from horovod_train.errors import UserError
-from horovod_train.output.files import Lines
-from horovod_train.output.removal import Artifact, remove
+from horovod_train.output.files import Artifact, Lines, remove
 
 FOLDER = "audit"
 _WRITE_FROM_BYTES = 1 << 16

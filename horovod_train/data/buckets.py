@@ -26,8 +26,7 @@ from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.data.source import RecordSource
 from horovod_train.errors import UserError
-from horovod_train.output.files import open_atomically
-from horovod_train.output.removal import Artifact
+from horovod_train.output.files import Artifact, open_atomically
 
 _POOLS = 4  # so that the order of a pool's steps is independent of other draws; see sampler
 _MAGIC = b"\x93NUMPY"

@@ -22,7 +22,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.data.globs import matching
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError, unreadable
-from horovod_train.output.removal import Artifact, remove
+from horovod_train.output.files import Artifact, remove
 from horovod_train.shown_text import listed
 
 INDEX_NAME = "index.npz"

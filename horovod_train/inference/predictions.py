@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train.errors import RunError, UserError
-from horovod_train.output.removal import Artifact, draft_of, remove, replace, zip_members
+from horovod_train.output.files import Artifact, draft_of, remove, replace, zip_members
 
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Name of an output → shape and dtype of one row."""

@@ -10,10 +10,10 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.objects import HOST
-from horovod_train.output import removal
+from horovod_train.output import files
 from horovod_train.tensorflow.lifetime import exchanging
 
-FILES = removal.Artifact(
+FILES = files.Artifact(
     "a file of BackupAndRestore", r"(latest\.weights\.h5|training_metadata\.json)(\.bkp|\.before)?"
 )
 
@@ -79,16 +79,16 @@ class RootsBackup(keras.callbacks.Callback):
             return
         self._weights.parent.mkdir(parents=True, exist_ok=True)
         if self._weights.exists():
-            removal.replace(self._weights, self._weights_before, FILES)
+            files.replace(self._weights, self._weights_before, FILES)
         else:
             self._weights_before.touch()
         if self._epoch.exists():
-            removal.replace(self._epoch, self._epoch_before, FILES)
+            files.replace(self._epoch, self._epoch_before, FILES)
         self._save()
         if self._backup.double_checkpoint and self._weights_before.stat().st_size:
-            removal.replace(self._weights_before, Path(self._backup._prev_weights_path), FILES)
+            files.replace(self._weights_before, Path(self._backup._prev_weights_path), FILES)
         else:
-            removal.remove(self._weights_before, FILES)
+            files.remove(self._weights_before, FILES)
         self._put_away_epoch_before()
 
     def _drop_incomplete_save(self) -> None:
@@ -97,14 +97,14 @@ class RootsBackup(keras.callbacks.Callback):
             self._put_away_epoch_before()
         elif self._weights_before.stat().st_size:
             if self._epoch_before.exists():
-                removal.replace(self._epoch_before, self._epoch, FILES)
-            removal.replace(self._weights_before, self._weights, FILES)
+                files.replace(self._epoch_before, self._epoch, FILES)
+            files.replace(self._weights_before, self._weights, FILES)
         else:
             for path in (self._epoch, self._epoch_before, self._weights, self._weights_before):
-                removal.remove(path, FILES)
+                files.remove(path, FILES)
 
     def _put_away_epoch_before(self) -> None:
         if self._epoch_before.exists() and self._backup.double_checkpoint:
-            removal.replace(self._epoch_before, Path(self._backup._prev_training_metadata_path), FILES)
+            files.replace(self._epoch_before, Path(self._backup._prev_training_metadata_path), FILES)
         else:
-            removal.remove(self._epoch_before, FILES)
+            files.remove(self._epoch_before, FILES)

@@ -26,8 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from horovod_train.errors import InUse
-from horovod_train.output.files import must_be_writable
-from horovod_train.output.removal import Artifact, remove, replace
+from horovod_train.output.files import Artifact, must_be_writable, remove, replace
 
 NAME = "lease.json"
 REFRESH_S = 5.0

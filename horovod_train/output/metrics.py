@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from horovod_train.config.registry import load_function
-from horovod_train.output.files import Lines, json_text, must_be_writable, write_atomically
-from horovod_train.output.removal import Artifact, begins
+from horovod_train.output.files import Artifact, Lines, begins, json_text, must_be_writable, write_atomically
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""

@@ -23,8 +23,7 @@ from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
-from horovod_train.output.files import Lines, is_cut_short, lines_in, write_atomically
-from horovod_train.output.removal import Artifact, remove, remove_drafts
+from horovod_train.output.files import Artifact, Lines, is_cut_short, lines_in, remove, remove_drafts, write_atomically
 from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"

@@ -23,7 +23,15 @@ from horovod_train.config.registry import call
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.console import Screen, unfailing
-from horovod_train.output.files import json_text, must_be_writable, write_atomically
+from horovod_train.output.files import (
+    Artifact,
+    begins,
+    check,
+    json_text,
+    must_be_writable,
+    remove_drafts,
+    write_atomically,
+)
 from horovod_train.output.metrics import (
     METRICS,
     NO_ASIDE,
@@ -37,7 +45,6 @@ from horovod_train.output.metrics import (
     PrometheusFile,
     load_writers,
 )
-from horovod_train.output.removal import Artifact, begins, check, remove_drafts
 from horovod_train.output.tensorboard import TensorBoard, TensorBoardWriter
 from horovod_train.output.trackers import Trackers, build_trackers, load_trackers
 from horovod_train.output.trackers.sender import RECORD, Ended, Sender

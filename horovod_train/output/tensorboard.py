@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from horovod_train.config.loader import by_key
-from horovod_train.output.files import Appender
+from horovod_train.output.files import Appender, rename
 from horovod_train.output.profile import read_profiles
-from horovod_train.output.removal import rename
 from horovod_train.tfrecord_framing import frame
 
 _WRITE_FROM_BYTES = 1 << 20

@@ -28,7 +28,7 @@ from horovod_train.data.tfrecord.index import DRAFT_NAME, write_index
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout, track
-from horovod_train.output.removal import Artifact, check, draft_of, remove, rename, replace
+from horovod_train.output.files import Artifact, check, draft_of, remove, rename, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
 Encode = Callable[[int], Values]

@@ -41,8 +41,7 @@ from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Pa
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
 from horovod_train.errors import RunError, UserError, reading
 from horovod_train.output.console import track
-from horovod_train.output.files import write_atomically
-from horovod_train.output.removal import Artifact
+from horovod_train.output.files import Artifact, write_atomically
 
 OpenStore = Callable[[str, Request], Store]
 """Opens one entry of data.train. Raises UserError."""

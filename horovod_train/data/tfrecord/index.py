@@ -38,8 +38,7 @@ from horovod_train.data.source import Blocks
 from horovod_train.data.storage import DEFAULT, ReadAt, Stamp, Stamps, Storage, map_paths
 from horovod_train.errors import UserError, reading
 from horovod_train.output.console import track
-from horovod_train.output.files import open_atomically
-from horovod_train.output.removal import Artifact
+from horovod_train.output.files import Artifact, open_atomically
 
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 1 << 20

@@ -43,9 +43,9 @@ from horovod_train.distributed.watchdog.heartbeat import TRAIN, Beat, StallDetec
 from horovod_train.distributed.watchdog.transport import Lost, Message, Server, Transport
 from horovod_train.errors import Stalled
 from horovod_train.output.console import let_go, to_stderr
+from horovod_train.output.files import Artifact, remove
 from horovod_train.output.logs import SLOW
 from horovod_train.output.rank_log import RankLog
-from horovod_train.output.removal import Artifact, remove
 
 if TYPE_CHECKING:  # The watchdog needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from horovod_train.output.files import Lines, lines_in, write_atomically
-from horovod_train.output.removal import Artifact, begins, check, remove_drafts
+from horovod_train.output.files import Artifact, Lines, begins, check, lines_in, remove_drafts, write_atomically
 from horovod_train.output.trackers.sender import Ended, Row
 
 _FIRST_COLUMNS = ("step", "epoch")

@@ -19,9 +19,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from horovod_train.config.registry import raised_at
 from horovod_train.errors import UserError, one_line
-from horovod_train.output.files import json_text, must_be_writable, write_atomically
+from horovod_train.output.files import Artifact, begins, json_text, must_be_writable, write_atomically
 from horovod_train.output.logs import ANY_RANK
-from horovod_train.output.removal import Artifact, begins
 
 MOST_ROWS = 10_000
 """Rows that wait; beyond them the oldest are dropped. Some tens of MB."""

@@ -15,9 +15,9 @@ from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
 from horovod_train.inference.predictions import PREDICTIONS
+from horovod_train.output.files import Artifact, NotOurs, check
 from horovod_train.output.metrics import METRICS, PARAMETERS, TIMES, MetricsFile
 from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
-from horovod_train.output.removal import Artifact, NotOurs, check
 
 
 @pytest.mark.parametrize("artifact", [METRICS, TIMES, PARAMETERS])

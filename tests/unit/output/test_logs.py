@@ -20,10 +20,9 @@ from conftest import run_process
 from horovod_train.commands.watch import Follower
 from horovod_train.errors import UserError
 from horovod_train.output import logs
-from horovod_train.output.files import Lines, lines_in
+from horovod_train.output.files import Artifact, Lines, lines_in
 from horovod_train.output.metrics import MetricsFile
 from horovod_train.output.rank_log import introduction, make_folder, open_rank_log, read_stories
-from horovod_train.output.removal import Artifact
 
 OURS, USERS, OTHERS = (logging.getLogger(name) for name in ("horovod_train.part", "mine.model", "library"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.output.removal import Artifact, NotOurs, check, draft_of, remove, rename, replace
+from horovod_train.output.files import Artifact, NotOurs, check, draft_of, remove, rename, replace
 
 FOLDER = Artifact("a thing of ours", r"thing-\d+", "folder", ("facts", "parts", r"parts/\d+"))
 FILE = Artifact("a note of ours", r"note-\d+", content_matches=lambda path: path.read_text().startswith("ours"))
