@@ -300,7 +300,7 @@ def save(day: Day, which: int) -> Found:
 
 
 def profile(day: Day) -> Found:
-    from horovod_train.output.profile import find_profiles, read_profiles
+    from horovod_train.output.tensorboard import find_profiles, read_profiles
 
     train(day, "run", "log.profile_at_steps=[10]", "train.max_steps=12")
     (costs,) = read_profiles(find_profiles(day.folder / "run"))

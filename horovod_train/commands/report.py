@@ -34,8 +34,8 @@ from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 from horovod_train.output.files import Artifact, begins, lines_in
 from horovod_train.output.metrics import Row, metrics_in
-from horovod_train.output.profile import Costs, find_profiles, read_profiles
 from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root
+from horovod_train.output.tensorboard import Costs, find_profiles, read_profiles
 from horovod_train.shown_text import printable, without_secrets
 
 

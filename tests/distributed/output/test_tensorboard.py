@@ -19,7 +19,7 @@ from conftest import BIN, HANGS_AFTER_S, PROJECT, metrics_of, rank_environment, 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from horovod_train.commands.report import build_page, read_run
-from horovod_train.output.profile import find_profiles, read_profiles
+from horovod_train.output.tensorboard import find_profiles, read_profiles
 
 CONFIGS = PROJECT / "configs"
 WEIGHTS = ["hidden1/weight", "hidden1/bias", "out_layer/weight", "out_layer/bias"]
