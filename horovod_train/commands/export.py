@@ -56,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     logs.load_tensorflow()
     from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.data.dataset import class_names
-    from horovod_train.inference.export import write_model
-    from horovod_train.inference.run import build_bare_model, load_weights
+    from horovod_train.inference.run import build_bare_model, load_weights, write_model
 
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")

@@ -16,7 +16,7 @@ from horovod_train.commands.cli import check_out
 from horovod_train.commands.export import KERAS_FILE, SAVED_MODEL
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
-from horovod_train.inference.export import write_model
+from horovod_train.inference.run import write_model
 from horovod_train.models import MODELS, build_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
