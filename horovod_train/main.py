@@ -1,6 +1,6 @@
 """The command line: arguments → Config → training.run, and the other commands. Imports TensorFlow only to train.
 
-horovodrun -np 4 python -m horovod_train.main           trains a built-in example; see commands/first_run.py
+horovodrun -np 4 python -m horovod_train.main           trains a built-in example; see commands/cli.py
 python -m horovod_train.main --config A.yaml [B.yaml ...] [section.key=value ...] [--output-dir DIR]
 horovodrun -np 4 python -m horovod_train.main --config ...
 python -m horovod_train.main prepare digits --out DIR
@@ -26,8 +26,17 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_train import __version__
-from horovod_train.commands import first_run
-from horovod_train.commands.cli import Parser, add_config_arguments, load_config, missing_data, require_output_dir
+from horovod_train.commands.cli import (
+    EXAMPLE,
+    Parser,
+    add_config_arguments,
+    describe_example,
+    load_config,
+    missing_data,
+    place_digits,
+    prepare_digits,
+    require_output_dir,
+)
 from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
@@ -144,19 +153,19 @@ def _train(argv: Sequence[str]) -> int:
             logs.choose_backend()
         is_first_run = not arguments.config
         if is_first_run:
-            arguments.config = [first_run.CONFIG]
+            arguments.config = [EXAMPLE]
         config, origins = load_config(arguments)
         if is_first_run:
-            config, data_folder = first_run.place_data(config, origins, _cache_folder())
+            config, data_folder = place_digits(config, origins, _cache_folder())
         if arguments.print_config:
             to_stdout(dump(config, origins).rstrip("\n"))
             return 0
         output_dir = require_output_dir(config)
         if is_first_run:
             if launch.rank == 0:
-                to_stdout(first_run.describe(config))
+                to_stdout(describe_example(config))
             if data_folder is not None:
-                first_run.prepare_data(data_folder)
+                prepare_digits(data_folder)
         if missing := missing_data(config, origins):
             raise UserError(missing[0])
         check_paths(config, output_dir, launch)

@@ -1,6 +1,7 @@
 """What commands share: parser, choice of a config or a run, tables on the screen, and files that they write.
 
-The parser refuses remote paths and reports errors in one line. Does not know any single command.
+The parser refuses remote paths and reports errors in one line. Does not know any single command. At the end: what is
+trained without --config.
 """
 
 from __future__ import annotations
@@ -345,3 +346,59 @@ def write_out(option: str, name: str, text: str, artifact: Artifact) -> None:
         write_atomically(Path(name), text, artifact)
     except OSError as error:
         raise UserError(f"{option} {name}: cannot be written: {error.strerror}.") from error
+
+
+# --- without --config: the built-in config digits_convnet, on data that is made at the first start ---------------
+
+EXAMPLE = str(BUILT_IN / "digits_convnet.yaml")
+_DIGITS = "data/digits"
+"""The folder of data that the example names, which is there in a checkout after `make train`."""
+
+
+def place_digits(config: Config, origins: Origins, cache: Path | None) -> tuple[Config, Path | None]:
+    """Return the example's config, and the folder in the user's cache where its data belongs: None for other data.
+
+    Other data is a dataset data/digits that is here, or what overrides name. Raises UserError if there is no cache.
+    """
+    from horovod_train.data.schema import DATASET_NAME
+
+    data, origin = config.data, f"no {_DIGITS} here"
+    splits = [split for split in ("train", "eval") if getattr(data, split) == (f"{_DIGITS}/{split}",)]
+    if not splits or os.path.isfile(os.path.join(_DIGITS, DATASET_NAME)):
+        return config, None
+    if cache is None:
+        raise UserError("no place for the data: there is no home folder. Set XDG_CACHE_HOME, or HOME.")
+    folder = cache / "digits"
+    if "train" in splits:
+        data, origins["data.train"] = dataclasses.replace(data, train=(f"{folder}/train",)), origin
+    if "eval" in splits:
+        data, origins["data.eval"] = dataclasses.replace(data, eval=(f"{folder}/eval",)), origin
+    return dataclasses.replace(config, data=data), folder
+
+
+def prepare_digits(folder: Path) -> None:
+    """Make the digits in `folder` if they are missing. Every rank calls this before the ranks meet.
+
+    The first rank that finds them missing makes them, while the other ranks that see the folder wait. A rank that fails
+    or dies lets the next one try, and one that hangs holds the others up for a minute. Raises UserError.
+    """
+    from horovod_train.data.prepare.digits import prepare_once
+
+    try:
+        prepare_once(folder)
+    except OSError as error:
+        about = f": {error.filename}" if error.filename else ""
+        raise UserError(
+            f"{folder}: the data cannot be made there: {error.strerror or error}{about}. Set XDG_CACHE_HOME to another "
+            f"folder, or make it here: python -m horovod_train.main prepare digits --out {_DIGITS}"
+        ) from error
+
+
+def describe_example(config: Config) -> str:
+    """Return the line that says what is trained and how to train something else."""
+    data, out = ", ".join(map(os.path.dirname, config.data.paths("train"))), config.output_dir
+    return (
+        "no --config: training the built-in config digits_convnet, a small convnet on handwritten digits; data in "
+        f"{data}, output in {out}. Started again, it resumes; --output-dir DIR begins another. Your own run: "
+        f"--config FILE, for example a changed copy of {out}/config.yaml; --help lists the commands"
+    )

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
-from horovod_train.commands.cli import Parser, add_config_arguments, at_least_0, count, load_config
-from horovod_train.commands.first_run import CONFIG
+from horovod_train.commands.cli import EXAMPLE, Parser, add_config_arguments, at_least_0, count, load_config
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch import hosts, launcher
 from horovod_train.distributed.launch.conventions import Meeting
@@ -253,7 +252,7 @@ def _program(arguments: argparse.Namespace) -> Program:
     add_config_arguments(parser, required=False)
     parser.add_argument("--resume")
     parsed = parser.parse_intermixed_args(words)
-    parsed.config = parsed.config or [CONFIG]
+    parsed.config = parsed.config or [EXAMPLE]
     config, _ = load_config(parsed)
     command = [sys.executable, "-m", "horovod_train.main", *words]
     resume = parsed.resume or config.checkpoint.resume

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import Finished, rank_environment, summary_of, train, without_tensorflow
 
-from horovod_train.commands import first_run
+from horovod_train.commands.cli import EXAMPLE
 from horovod_train.main import main
 
 SHORT = ["train.max_steps=4", "checkpoint.every_epochs=1"]
@@ -97,6 +97,6 @@ def test_a_built_in_config_is_found_by_its_name(
     (tmp_path / "digits_convnet").mkdir()  # a folder is no config
     assert "output_dir: runs/digits_convnet" in printed(capsys, "--config", "digits_convnet")
     shutil.rmtree(tmp_path / "digits_convnet")
-    text = Path(first_run.CONFIG).read_text().replace("runs/digits_convnet", "runs/mine")
+    text = Path(EXAMPLE).read_text().replace("runs/digits_convnet", "runs/mine")
     (tmp_path / "digits_convnet").write_text(text)
     assert "output_dir: runs/mine" in printed(capsys, "--config", "digits_convnet")

@@ -13,8 +13,7 @@ import pytest
 from conftest import PROJECT
 from documents import Block, blocks, pages
 
-from horovod_train.commands.cli import Parser, config_parts
-from horovod_train.commands.first_run import CONFIG
+from horovod_train.commands.cli import EXAMPLE, Parser, config_parts
 from horovod_train.config.loader import load
 from horovod_train.errors import UserError
 from horovod_train.main import COMMANDS, _parser
@@ -56,7 +55,7 @@ def refusal(words: list[str]) -> str:
                 parser.parse_args(words[1:])
         elif words != ["--version"]:
             given = _parser().parse_args(words)
-            given.config = given.config or [CONFIG]
+            given.config = given.config or [EXAMPLE]
             names, overrides = config_parts(given)
             files = [str(PROJECT / name) for name in names]
             if all(Path(file).exists() for file in files):
