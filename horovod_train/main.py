@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from pathlib import Path
 
 from horovod_train import __version__
 from horovod_train.commands.cli import (
@@ -156,7 +155,7 @@ def _train(argv: Sequence[str]) -> int:
             arguments.config = [EXAMPLE]
         config, origins = load_config(arguments)
         if is_first_run:
-            config, data_folder = place_digits(config, origins, _cache_folder())
+            config, data_folder = place_digits(config, origins)
         if arguments.print_config:
             to_stdout(dump(config, origins).rstrip("\n"))
             return 0
@@ -170,17 +169,6 @@ def _train(argv: Sequence[str]) -> int:
             raise UserError(missing[0])
         check_paths(config, output_dir, launch)
     return _run(config, launch)
-
-
-def _cache_folder() -> Path | None:
-    """Return the user's cache folder for this package; None if there is no place for one."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(cache):  # others are invalid: XDG Base Directory Specification
-        return Path(cache) / "horovod_train"
-    try:
-        return Path.home() / ".cache" / "horovod_train"
-    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return None
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
+from horovod_train.commands.cli import cache_folder
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import Artifact, NotOurs, remove, write_atomically
 
@@ -72,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     environment = {**os.environ, "MPI": "wheel" if mpi == "wheel" else "system", "HOROVOD_GPU_OPERATIONS": gpu}
     if mpi == "none":
         environment["HOROVOD_WITHOUT_MPI"] = "1"
-    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(arguments.cache or Path(user_cache, "horovod_train")).absolute() / _name(mpi, environment)
-    if _is_installed(folder.name):
+    name = _name(mpi, environment)
+    if _is_installed(name):
         _write_prefix(mpi)
-        print(f"Horovod is installed: {folder.name}")
+        print(f"Horovod is installed: {name}")
         return 0
+    folder = Path(arguments.cache or cache_folder()).absolute() / name
     if _wheel_in(folder):
         print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
         problem = _install(folder, mpi)

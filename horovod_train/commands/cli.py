@@ -184,6 +184,17 @@ def nearest_existing(path: Path) -> Path:
     return next((place for place in (path, *path.parents) if place.exists()), path)
 
 
+def cache_folder() -> Path:
+    """Return the user's cache folder for this package. Raises UserError if there is no place for one."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):  # others are invalid: XDG Base Directory Specification
+        return Path(cache) / "horovod_train"
+    try:
+        return Path.home() / ".cache" / "horovod_train"
+    except RuntimeError as error:  # in a container a user may have neither HOME nor an entry in passwd
+        raise UserError("no place for the cache: there is no home folder. Set XDG_CACHE_HOME, or HOME.") from error
+
+
 def missing_data(config: Config, origins: Origins) -> list[str]:
     """Return a sentence for each path of the data that does not exist, with the command that the config's head gives.
 
@@ -355,7 +366,7 @@ _DIGITS = "data/digits"
 """The folder of data that the example names, which is there in a checkout after `make train`."""
 
 
-def place_digits(config: Config, origins: Origins, cache: Path | None) -> tuple[Config, Path | None]:
+def place_digits(config: Config, origins: Origins) -> tuple[Config, Path | None]:
     """Return the example's config, and the folder in the user's cache where its data belongs: None for other data.
 
     Other data is a dataset data/digits that is here, or what overrides name. Raises UserError if there is no cache.
@@ -366,9 +377,7 @@ def place_digits(config: Config, origins: Origins, cache: Path | None) -> tuple[
     splits = [split for split in ("train", "eval") if getattr(data, split) == (f"{_DIGITS}/{split}",)]
     if not splits or os.path.isfile(os.path.join(_DIGITS, DATASET_NAME)):
         return config, None
-    if cache is None:
-        raise UserError("no place for the data: there is no home folder. Set XDG_CACHE_HOME, or HOME.")
-    folder = cache / "digits"
+    folder = cache_folder() / "digits"
     if "train" in splits:
         data, origins["data.train"] = dataclasses.replace(data, train=(f"{folder}/train",)), origin
     if "eval" in splits:

@@ -71,6 +71,18 @@ def test_a_cache_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.
     assert "Give --cache DIR." in said(capsys, "--cache", str(tmp_path / "file" / "cache"))
 
 
+def test_a_relative_cache_folder_is_no_place_for_wheels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The XDG Base Directory Specification calls such a path invalid, and the first run ignores it, too."""
+    for name in (".cache", "relative"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert f"cannot make {tmp_path}/.cache/horovod_train/horovod-" in said(capsys)
+
+
 def test_a_folder_of_another_content_is_not_removed(tmp_path: Path) -> None:
     folder = tmp_path / "horovod-cp311-of-somebody"
     folder.mkdir()
