@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import metadata
 
 from horovod_train import __version__
 from horovod_train.commands.cli import (
@@ -30,6 +29,7 @@ from horovod_train.commands.cli import (
     Parser,
     add_config_arguments,
     describe_example,
+    installed_version,
     load_config,
     missing_data,
     place_digits,
@@ -214,14 +214,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _versions() -> str:
     """Return the versions that a bug report needs, without importing any package."""
-
-    def version_of(package: str) -> str:
-        try:
-            return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            return f"no {package}"
-
-    packages = ", ".join(version_of(package) for package in ("tensorflow", "keras", "horovod"))
+    found = ((package, installed_version(package)) for package in ("tensorflow", "keras", "horovod"))
+    packages = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found)
     return f"horovod_train {__version__} (Python {platform.python_version()}, {packages})"
 
 

