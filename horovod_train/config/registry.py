@@ -1,6 +1,7 @@
-"""Finds an object by the name in a config and calls it with its options. Contains no list of names.
+"""Finds an object by the name in a config and calls it with its options; loads a preset of keras_hub by its folder.
 
-A wrong name, option or pattern is the user's mistake: one line with the nearest names, or with the signature.
+Contains no list of names. A wrong name, option or pattern is the user's mistake: one line with the nearest names, or
+with the signature.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import re
 import sys
 import sysconfig
@@ -15,11 +17,14 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError, one_line, unreadable
 from horovod_train.shown_text import listed
+
+if TYPE_CHECKING:
+    import keras
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
@@ -60,6 +65,42 @@ def import_extra(module: str, extra: str, where: str) -> ModuleType:
     except ImportError as error:
         package = module.partition(".")[0]
         raise UserError(f"{where}: needs {package} ({error}): pip install 'horovod_train[{extra}]'.") from error
+
+
+def load_task(folder: str) -> keras.Model:
+    """Load the model of a task that keras_hub has saved in a local folder, with its weights, as plain layers.
+
+    What it was compiled with is left out. Its inputs are what its preprocessor gives. Raises UserError.
+    """
+    import keras
+
+    task = _load_preset(folder, "task.json", "model.name")
+    # A task's own compile, fit and predict preprocess texts; here a pipeline has done that.
+    return keras.Model(task.input, task.output, name=task.name)
+
+
+def load_preprocessor(folder: str) -> Callable[[Any], Any]:
+    """Load what makes the inputs of such a task of texts or images, [rows, …] each. Raises UserError."""
+    preprocessor: Callable[[Any], Any] = _load_preset(folder, "preprocessor.json", "data.preprocess")
+    return preprocessor
+
+
+def _load_preset(folder: str, file_name: str, setting: str) -> Any:
+    path = Path(folder, file_name)
+    if not path.is_file():
+        raise UserError(f"{setting}: {folder} is no preset of a keras_hub task: it has no {file_name}.")
+    import_extra("keras_hub", "keras_hub", f"{setting}: {folder}")  # registers its classes
+    from keras.saving import get_registered_object
+
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["registered_name"]
+        saved_class = get_registered_object(name)
+        if saved_class is None:
+            raise ValueError(f"this keras_hub has no {name}")
+        return saved_class.from_preset(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        text = one_line(error)[:300]
+        raise UserError(f"{setting}: {folder}: cannot be loaded: {text}") from error
 
 
 def users_modules(config: Any) -> set[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.registry import load_function, load_preprocessor, raised_at
 from horovod_train.config.settings import Spec
 from horovod_train.data.augment import Augmentation, ChangeImage, ChooseBox, build_augmentations
 from horovod_train.data.batch_source import Tensors
@@ -318,8 +318,6 @@ def load_preprocess(name: str | None) -> Preprocess | None:
         return None
     if ":" in name:
         return load_function(name, "data.preprocess")
-    from horovod_train.presets import load_preprocessor  # keras_hub takes seconds
-
     return load_preprocessor(name)
 
 

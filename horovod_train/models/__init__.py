@@ -13,12 +13,11 @@ from typing import Any
 
 import keras
 
-from horovod_train.config.registry import call, choose
+from horovod_train.config.registry import call, choose, load_task
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import name_counts
 from horovod_train.models import convnet, mlp, resnet, transformer
-from horovod_train.presets import load_task
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp.build,

@@ -22,7 +22,7 @@ LAYERS = [
     {"training", "keras"},
     {"tensorflow"},
     {"distributed", "data", "models", "optim"},
-    {"checkpoint", "presets"},
+    {"checkpoint"},
     {"output"},
     {"config"},
     {"cores", "errors", "keras_seams", "open_files", "tfrecord_framing"},
