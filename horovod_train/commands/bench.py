@@ -41,7 +41,6 @@ from horovod_train.config.settings import (
     EvalConfig,
     LogConfig,
 )
-from horovod_train.cores import usable_cores
 from horovod_train.data.dataset import Records, open_records
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, RecordSource
@@ -55,6 +54,7 @@ from horovod_train.distributed.launch.local import (
 )
 from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError, UserError
+from horovod_train.host import usable_cores
 from horovod_train.output import logs
 from horovod_train.output.rank_log import read_stories
 

@@ -27,7 +27,6 @@ from horovod_train.commands.cli import add_config, build_table, count, files_or_
 from horovod_train.config.loader import load
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import Config, DataConfig
-from horovod_train.cores import usable_cores
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import (
     SOURCES,
@@ -43,6 +42,7 @@ from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.sampler import Plan
 from horovod_train.data.source import Blocks, split_records
 from horovod_train.errors import ReadFailed, RunError, UserError
+from horovod_train.host import usable_cores
 from horovod_train.output import logs
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given

@@ -23,7 +23,6 @@ from horovod_train.commands.cli import installed_version
 from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
-from horovod_train.cores import cpu_quota
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import (
@@ -38,6 +37,7 @@ from horovod_train.distributed.launch.local import list_gpus
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
+from horovod_train.host import cpu_quota
 from horovod_train.output.files import Artifact, remove
 from horovod_train.shown_text import listed
 

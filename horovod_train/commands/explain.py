@@ -30,9 +30,10 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, Damaged, newest_whole, 
 from horovod_train.commands.cli import require_run
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RanksDisagree, UserError
+from horovod_train.host import has_run_since
 from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, has_run_since, read_lease
+from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, read_lease
 from horovod_train.output.rank_log import (
     FOLDER,
     MOST_CLOCKS_DIFFER_S,

@@ -29,14 +29,13 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
-from horovod_train.cores import usable_cores
 from horovod_train.distributed import device, objects
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import key_value_store, launcher, network, tuning
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
+from horovod_train.host import boot_id, usable_cores
 from horovod_train.output.files import must_be_writable
-from horovod_train.output.lease import boot_id
 from horovod_train.shown_text import listed
 
 _TIMELINE, _CYCLE = "HOROVOD_TIMELINE", "HOROVOD_CYCLE_TIME"

@@ -25,7 +25,6 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
-from horovod_train.cores import usable_cores
 from horovod_train.data.files import check_different, paths_beside, save_to_first
 from horovod_train.data.random_access.store import (
     ArraysParser,
@@ -40,6 +39,7 @@ from horovod_train.data.schema import Feature, Schema, check_same_classes, parse
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
 from horovod_train.errors import RunError, UserError, reading
+from horovod_train.host import usable_cores
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, write_atomically
 

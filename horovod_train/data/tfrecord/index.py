@@ -32,11 +32,11 @@ import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.config.paths import is_remote
-from horovod_train.cores import usable_cores
 from horovod_train.data.files import INDEX_NAME, check_different, hold_lock, paths_beside, save_to_first
 from horovod_train.data.source import Blocks
 from horovod_train.data.storage import DEFAULT, ReadAt, Stamp, Stamps, Storage, map_paths
 from horovod_train.errors import UserError, reading
+from horovod_train.host import usable_cores
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, open_atomically
 

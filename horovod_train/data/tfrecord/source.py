@@ -36,9 +36,8 @@ from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, prob
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, reopen_if_stale, resolved
 from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack, write_unpacked
 from horovod_train.errors import UserError, reading
-from horovod_train.open_files import OpenFiles
+from horovod_train.host import OpenFiles, boot_id
 from horovod_train.output.files import Artifact, remove, rename
-from horovod_train.output.lease import boot_id
 from horovod_train.output.logs import ANY_RANK
 
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"

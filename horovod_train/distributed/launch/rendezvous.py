@@ -35,8 +35,8 @@ from horovod_train.distributed.launch.rendezvous_server import (
     token,
 )
 from horovod_train.errors import FailedElsewhere, RunError, UserError
+from horovod_train.host import boot_id
 from horovod_train.output.console import to_stderr
-from horovod_train.output.lease import boot_id
 from horovod_train.shown_text import listed
 
 ARRIVE_WITHIN_S = 300.0

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.open_files import idle_descriptors
+from horovod_train.host import idle_descriptors
 from horovod_train.output.logs import ANY_RANK, PHASE
 from horovod_train.shown_text import listed
 

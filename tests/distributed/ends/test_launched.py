@@ -270,10 +270,10 @@ def test_evaluators_and_ranks_without_a_secret_are_refused_in_one_line(tmp_path:
 
 CLONES = """
 import json, os, sys
-from horovod_train.output import lease
+from horovod_train import host
 rank = int(os.environ["HOROVOD_TRAIN_RANK"])
 del os.environ["HOROVOD_TRAIN_LOCAL_RANK"]
-lease.boot_id = lambda: f"boot {rank // 2}"  # before others import it
+host.boot_id = lambda: f"boot {rank // 2}"  # before others import it
 from horovod_train.distributed.start import start
 import horovod.tensorflow as hvd
 import tensorflow as tf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import threading
@@ -18,7 +17,6 @@ from conftest import rank_environment, run_process
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.config.settings import DeviceConfig
-from horovod_train.cores import cpu_quota, usable_cores
 from horovod_train.distributed import device, start
 from horovod_train.distributed.device import (
     Device,
@@ -234,33 +232,8 @@ def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expect
     assert share_of_cores(cores, local_size) == expected
 
 
-@pytest.mark.parametrize(
-    ("files", "quota", "cores"),
-    [
-        ({}, math.inf, 64),
-        ({"cpu.max": "max 100000\n"}, math.inf, 64),
-        ({"cpu.max": "400000 100000\n"}, 4, 4),
-        ({"cpu.max": "50000 100000\n"}, 0.5, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf, 64),
-        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5, 2),
-    ],
-)
-def test_ranks_use_no_more_cores_than_the_container_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float, cores: int
-) -> None:
-    """By cgroups of version 2 or 1."""
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert cpu_quota(tmp_path) == quota
-    monkeypatch.setattr("horovod_train.cores.cpu_quota", lambda: quota)
-    assert usable_cores(64) == cores
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    assert usable_cores() == cores
-
-
 def test_a_process_starts_with_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horovod_train.cores.cpu_quota", lambda: 4.0)
+    monkeypatch.setattr("horovod_train.host.cpu_quota", lambda: 4.0)
     monkeypatch.setattr("horovod_train.distributed.launch.tuning.choose", lambda *_, **__: [])
     monkeypatch.setattr(start, "initialise", lambda *_: set(range(64)))
     monkeypatch.setattr(start, "_check_rank_and_size", lambda _: None)

@@ -25,7 +25,7 @@ LAYERS = [
     {"checkpoint"},
     {"output"},
     {"config"},
-    {"cores", "errors", "keras_seams", "open_files", "tfrecord_framing"},
+    {"errors", "host", "keras_seams", "tfrecord_framing"},
     {"shown_text"},
 ]
 """From top to bottom. A package imports from those below it; siblings do not know each other."""
@@ -96,7 +96,7 @@ def test_only_distributed_and_a_few_modules_read_the_environment() -> None:
 
 
 MAY_COUNT_CORES = {
-    "cores.py": "and the limit of a container with them",
+    "host.py": "and the limit of a container with them",
     "distributed/start.py": "which cores the ranks of a host are bound to",
     "commands/doctor_checks.py": "shows cores and limit apart",
 }

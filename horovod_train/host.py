@@ -1,24 +1,88 @@
-"""Keeps files open for reading, the most recently used ones: on a shared file system, opening costs more than reading.
+"""This host: how many cores this process may keep busy, which processes run, and files kept open for reading.
 
-Several threads may use it. Does not look at what files hold. In the lowest layer, because the watchdog asks which open
-files no thread is reading.
+Binds no process to cores, nor shares them among ranks; see device. Does not look at what files hold. In the lowest
+layer, because the watchdog asks which open files no thread is reading.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _MAX_OPEN = 256
 _MAX_SHARE = 4
 """Keep open at most 1 / _MAX_SHARE of the descriptors that the process may have."""
 
+
+def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return how many cores' worth of time the container may use; infinite without a limit."""
+    with suppress(OSError, ValueError):  # of cgroup version 2
+        quota, period = (folder / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):  # of version 1, in which -1 is no limit
+        quota, period = ((folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return math.inf if int(quota) < 0 else int(quota) / int(period)
+    return math.inf
+
+
+def usable_cores(cores: int | None = None) -> int:
+    """Return how many of so many cores the container may keep busy together; default: those that this process has."""
+    return max(1, math.ceil(min(cores or len(os.sched_getaffinity(0)), cpu_quota())))
+
+
+# --- processes -----------------------------------------------------------------------------------------------
+# By hand, because psutil counts another user's process as gone where /proc is mounted with hidepid=2, and its start
+# times move when the host's clock is set.
+
+
+def boot_id() -> str:
+    """Return an identifier of this host that lasts until it boots again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_ticks(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None for one that has ended (also a zombie).
+
+    Fields 3 and 22 of proc_pid_stat(5); field 2, the name, is in parentheses and may itself contain any. Raises OSError
+    if they cannot be read.
+    """
+    fields_from_3 = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None if fields_from_3[0] in "ZX" else fields_from_3[19]
+
+
+def is_running(pid: int, started: str) -> bool:
+    """Return whether the process that started at these ticks runs; True if it cannot be checked."""
+    try:
+        os.kill(pid, 0)
+        return start_ticks(pid) == started
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+
+
+def has_run_since(pid: int, moment: float) -> bool:
+    """Return whether a process runs that started before `moment`, in seconds since 1970."""
+    try:
+        started = start_ticks(pid)
+    except OSError:
+        return False
+    if started is None:
+        return False
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s <= moment + 1
+
+
+# --- open files: on a shared file system, opening costs more than reading -------------------------------------
 
 _instances: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
 _instances_lock = threading.Lock()
@@ -40,7 +104,10 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """Files by path, opened at their first use. A file that is removed or replaced stays readable as it was."""
+    """Files by path, opened at their first use. The most recently used ones stay open.
+
+    A file that is removed or replaced stays readable as it was. Several threads may use them.
+    """
 
     def __init__(self, max_open: int | None = None) -> None:
         """max_open: files to keep open; files in use are open besides."""

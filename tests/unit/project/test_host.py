@@ -1,16 +1,33 @@
-"""Files stay open between reads, within a limit, and none is closed while a thread reads from it."""
+"""Files stay open between reads, within a limit, and none is closed while a thread reads from it.
+
+A process is told apart from a later one with its pid; one that cannot be seen counts as running. Cores are those that
+the container may use.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
+import shutil
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from horovod_train.open_files import OpenFiles, idle_descriptors
+from horovod_train.host import (
+    OpenFiles,
+    cpu_quota,
+    has_run_since,
+    idle_descriptors,
+    is_running,
+    start_ticks,
+    usable_cores,
+)
 
 FILES = 12
 
@@ -119,3 +136,66 @@ def test_files_that_are_only_kept_open_are_known(tmp_path: Path) -> None:
     with files.opened(str(tmp_path / "a")) as descriptor:
         assert descriptor not in idle_descriptors()
     assert descriptor in idle_descriptors()
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "cores"),
+    [
+        ({}, math.inf, 64),
+        ({"cpu.max": "max 100000\n"}, math.inf, 64),
+        ({"cpu.max": "400000 100000\n"}, 4, 4),
+        ({"cpu.max": "50000 100000\n"}, 0.5, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf, 64),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5, 2),
+    ],
+)
+def test_ranks_use_no_more_cores_than_the_container_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float, cores: int
+) -> None:
+    """By cgroups of version 2 or 1."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota
+    monkeypatch.setattr("horovod_train.host.cpu_quota", lambda: quota)
+    assert usable_cores(64) == cores
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    assert usable_cores() == cores
+
+
+def test_this_process_runs_and_no_earlier_one_with_its_pid() -> None:
+    started = start_ticks(os.getpid())
+    assert started is not None
+    assert is_running(os.getpid(), started)
+    assert not is_running(os.getpid(), str(int(started) - 1))
+    assert has_run_since(os.getpid(), time.time())
+    assert not has_run_since(os.getpid(), time.time() - 86_400 * 365)
+
+
+def test_a_process_that_has_ended_does_not_run_before_its_parent_has_noticed_either() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = start_ticks(ended.pid)
+    assert started is not None
+    assert ended.stdin is not None
+    ended.stdin.close()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # leaves it a zombie
+    for _ in range(2):
+        assert not is_running(ended.pid, started)
+        assert not has_run_since(ended.pid, time.time())
+        ended.wait()
+
+
+HIDDEN = """
+import psutil
+from horovod_train.host import is_running
+print(psutil.pid_exists(1), is_running(1, "0"))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs a /proc of its own")
+def test_another_users_process_that_proc_hides_counts_as_running() -> None:
+    """psutil says that it is gone."""
+    as_other = 'mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"'
+    command = ["unshare", "-m", "sh", "-c", as_other, "-", sys.executable, "-c", HIDDEN]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert finished.stdout.split() == ["False", "True"]
