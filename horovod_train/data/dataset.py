@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple, Protocol
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.buckets import Buckets, find_buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
 from horovod_train.data.random_access import FILES, FOLDERS
 from horovod_train.data.random_access.array_record import open_array_records
 from horovod_train.data.random_access.images import UnlabelledImages, are_images
 from horovod_train.data.random_access.source import OpenStore, RandomAccessRecords, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
-from horovod_train.data.sampler import Order, Plan
+from horovod_train.data.reader import find_buckets
+from horovod_train.data.sampler import Buckets, Order, Plan
 from horovod_train.data.schema import (
     Schema,
     check_same_classes,
@@ -305,7 +305,7 @@ def class_names(config: DataConfig, named: Mapping[str, Sequence[str]]) -> tuple
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
     """Build the order of the records. `training` shuffles as the config says; otherwise the files' order is used.
 
-    With data.bucket_by_length the first call reads all records; see buckets. Raises UserError if no record is left to
+    With data.bucket_by_length the first call reads all records; see reader. Raises UserError if no record is left to
     read.
     """
     order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"

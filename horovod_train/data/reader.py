@@ -1,22 +1,34 @@
 """Reads records by number: loads whole blocks ahead of need, and takes the records out of them. Knows no format.
 
 Frees the blocks that keep_only does not name, so its memory is what the plan's windows span. Also finds the records of
-a batch that cannot be used.
+a batch that cannot be used, and how long the lists of all records are, for buckets; see sampler. Lengths are measured
+once and saved, in `data.index_dir` or the user's cache folder; copies of the records share them, because the file is
+named by the digest of what the records hold. Parsing TFRecords needs TensorFlow.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.files import paths_in_cache, save_to_first
+from horovod_train.data.sampler import Buckets
+from horovod_train.data.schema import Feature, Schema
 from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, split_records
+from horovod_train.errors import UserError
 from horovod_train.output.console import track
+from horovod_train.output.files import Artifact, open_atomically
 
 _CHUNK = 4096
+_MAGIC = b"\x93NUMPY"
 
 
 class _Part(NamedTuple):
@@ -143,3 +155,75 @@ def parse_all(
         data, faults = reader.read(records)
         yield records, data, *parse_usable(parser, records, data, faults, reader.name_record)
         reader.keep_only(source.blocks.containing(records[-1:]).tolist())
+
+
+# --- the lengths of lists, for buckets ------------------------------------------------------------------------
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+_LENGTHS = Artifact("lengths of records", r"lengths-[0-9a-f]{16}\.npy", content_matches=_is_array)
+
+
+def find_buckets(source: RecordSource, digest: str, schema: Schema, config: DataConfig) -> Buckets | None:
+    """Return the lengths of all lists and how to bucket by them; None without data.bucket_by_length.
+
+    digest: of the source. Reads all records unless their lengths are saved. Raises UserError if the feature is no list.
+    """
+    by = config.bucket_by_length
+    if by is None:
+        return None
+    lists = {name: feature for name, feature in schema.features.items() if feature.max_length}
+    if by not in lists:
+        raise UserError(
+            f"data.bucket_by_length: {by} is no list (a feature with max_length). "
+            f"The lists of {schema.where}: {', '.join(lists) or 'none'}."
+        )
+    used = {*schema.inputs, *schema.targets, by}
+    lists = {name: feature for name, feature in lists.items() if name in used}
+    # 3: files of lower numbers may hold other lengths, of records that could not be read when they were measured.
+    cache_key = hashlib.sha256(f"3 {digest} {lists!r}".encode()).hexdigest()[:16]
+    places = paths_in_cache(f"lengths-{cache_key}.npy", config.index_dir)
+    lengths = _load_lengths(places, (source.blocks.num_records, len(lists)))
+    if lengths is None:
+        lengths = _measure_lengths(source, lists, config)
+        save_to_first(places, partial(_save_lengths, lengths))
+    max_lengths = tuple(feature.max_length or 0 for feature in lists.values())
+    return Buckets(tuple(lists), lengths, by, config.bucket_steps, max_lengths)
+
+
+def _measure_lengths(source: RecordSource, lists: dict[str, Feature], config: DataConfig) -> np.ndarray:
+    """Read all records; a bad one gets the full length, because it may be repaired, and is reported when it is used."""
+    reader, parser = Reader(source, config.read_threads), source.parser(lists)
+    full = np.array([feature.max_length for feature in lists.values()], np.int32)
+    lengths = np.tile(full, (source.blocks.num_records, 1))
+    for records, _, arrays, bad in parse_all(source, reader, parser, "reading records once, for their lengths"):
+        usable = records[~np.isin(records, list(bad))]
+        for column, (name, feature) in enumerate(lists.items()):
+            if len(usable):
+                lengths[usable, column] = _lengths_of(feature, np.asarray(arrays[name]))
+    return lengths
+
+
+def _lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
+    """Return the lengths of lists [records, max_length, …], without the padding at their ends: int64 [records]."""
+    padding = b"" if feature.stored_dtype == "string" else np.asarray(feature.padding, values.dtype)
+    is_item = (values != padding).reshape(*values.shape[:2], -1).any(axis=2)
+    return np.where(is_item.any(axis=1), is_item.shape[1] - np.argmax(is_item[:, ::-1], axis=1), 0)
+
+
+def _load_lengths(places: Sequence[Path], shape: tuple[int, int]) -> np.ndarray | None:
+    for place in places:
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            lengths = np.load(place, mmap_mode="r", allow_pickle=False)  # ranks of a host share its pages
+            if lengths.shape == shape and lengths.dtype == np.int32:
+                return lengths
+    return None
+
+
+def _save_lengths(lengths: np.ndarray, place: Path) -> None:
+    with open_atomically(place, _LENGTHS, sync=False) as file:
+        np.save(file, lengths)

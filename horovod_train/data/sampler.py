@@ -12,6 +12,10 @@ rank takes the same number of steps, and each rank reads a different stretch of 
 the last step can miss records, at most one per lane, spread evenly over the lanes and so over the ranks; missing ones
 are padding.
 
+With *buckets*, records whose lists are about equally long come together: each lane sorts its own records of some
+neighbouring steps, a *pool*, by length, so that a step gets the k-th shortest record of every lane, and the steps of a
+pool come in an order drawn from (seed, epoch). A lane still gives each of its records once.
+
 A record is a number: its position in file order. A run's position in an epoch is a number of records over all ranks.
 """
 
@@ -25,11 +29,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from horovod_train.data import counter_rng
-from horovod_train.data.buckets import Buckets
 
 Order = Literal["shuffled", "lanes", "file"]
 
-_BLOCKS, _RECORDS = 1, 2  # so that the order of blocks and the order inside windows are independent
+_BLOCKS, _RECORDS, _POOLS = 1, 2, 4  # so that the three orders are independent
 _STEPS_MEASURED = 256
 
 
@@ -46,6 +49,62 @@ class Rows(NamedTuple):
     def ids(self) -> np.ndarray:
         """The records, with -1 for padding."""
         return np.where(self.real, self.records, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """The lengths of all records' lists, and how they are used."""
+
+    names: tuple[str, ...]
+    """The features that are lists."""
+    lengths: np.ndarray
+    """int32 [records, names]: how long each list is, without what equals its padding at the end."""
+    by: str
+    """The feature by whose length records are sorted."""
+    steps: int
+    """The number of steps in a pool."""
+    max_lengths: tuple[int, ...]
+    """Of each list."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two Buckets that give the same order."""
+        column = np.ascontiguousarray(self.lengths[:, self.names.index(self.by)], "<i4")
+        digest = hashlib.sha256(f"{self.by} {self.steps} ".encode())
+        digest.update(column.data)
+        return digest.hexdigest()
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two Buckets of the same lengths of all lists: only then do ranks cut them alike."""
+        digest = hashlib.sha256(repr(self.names).encode())
+        digest.update(np.ascontiguousarray(self.lengths, "<i4").data)  # no copy: it may be a mapped file
+        return digest.hexdigest()
+
+    def pool(self, step: int, full_steps: int) -> tuple[int, int]:
+        """Return the steps [first, last) of the pool that a step is in; a partial last step is in none."""
+        first = step // self.steps * self.steps
+        return first, min(first + self.steps, full_steps)
+
+    def sort(self, records: np.ndarray, seed: int, epoch: int, first_step: int) -> np.ndarray:
+        """Return the records of a pool, int64 [steps, lanes], in order of use. first_step: the first of the pool."""
+        lengths = self.lengths[:, self.names.index(self.by)][records]
+        by_length = np.argsort(lengths, axis=0, kind="stable")
+        key = counter_rng.key(seed, epoch, _POOLS)
+        step_order = counter_rng.permutation(key, np.arange(first_step, first_step + len(records)))
+        return np.take_along_axis(records, by_length[step_order], axis=0)
+
+    def widths(self, records: np.ndarray, real: np.ndarray) -> np.ndarray:
+        """Return how long the lists of each step are once cut, at least 1: int64 [steps, names].
+
+        That is as long as the longest one of those with the same max_length. Words and their tags stay of one length,
+        where tags end in values that equal padding.
+
+        records: of all lanes, int64 [steps, lanes]; real: bool, False for padding.
+        """
+        longest = np.where(real[:, :, None], self.lengths[records], 0).max(axis=1)
+        go_together = np.equal.outer(self.max_lengths, self.max_lengths)
+        return np.where(go_together, longest[:, None], 1).max(axis=2).clip(1).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,9 @@ from made_records import NumpyBatch, batches, config, example, ids, pipeline, wr
 from horovod_train.commands.check_data import check_records
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig
-from horovod_train.data import buckets
-from horovod_train.data.buckets import Buckets
+from horovod_train.data import reader
 from horovod_train.data.dataset import build_plan, open_records
-from horovod_train.data.sampler import Plan
+from horovod_train.data.sampler import Buckets, Plan
 from horovod_train.data.sampler import padding_share as padding_share_of
 from horovod_train.data.source import mark_skipped
 from horovod_train.errors import ReadFailed, UserError
@@ -191,13 +190,13 @@ def test_lengths_are_read_once_and_kept(folder: Path, tmp_path: Path, monkeypatc
     assert first.lengths[:, first.names.index("words")].tolist() == LENGTHS.tolist()
     (kept,) = (tmp_path / "kept").glob("lengths-*.npy")
     measured: list[str] = []
-    measure = buckets._measure_lengths
+    measure = reader._measure_lengths
 
     def noted(*arguments: Any) -> np.ndarray:
         measured.append("measured")
         return measure(*arguments)
 
-    monkeypatch.setattr(buckets, "_measure_lengths", noted)
+    monkeypatch.setattr(reader, "_measure_lengths", noted)
     assert np.array_equal(buckets_of(data).lengths, first.lengths)
     assert not measured
     kept.write_bytes(kept.read_bytes()[:200])
