@@ -143,7 +143,7 @@ def contenders(system: str, ranks: int) -> Iterator[tuple[str, Contender]]:
 def prepare(folder: Path, system: str, ranks: int, steps: int, count: int) -> Workload:
     """Make so many records from a fixed seed, as an .npz file and as TFRecords."""
     # Imported here, because it loads TensorFlow.
-    from horovod_train.data.prepare.digits import IMAGE_SCHEMA
+    from horovod_train.data.prepare.images import GREY_SCHEMA
     from horovod_train.data.prepare.samples import MLP_SCHEMA, make_mlp_samples
     from horovod_train.data.prepare.writing import encode_rows, write_dataset
 
@@ -155,7 +155,7 @@ def prepare(folder: Path, system: str, ranks: int, steps: int, count: int) -> Wo
     else:
         rng = np.random.default_rng(1)
         inputs, targets = rng.integers(0, 256, (count, 28, 28, 1), np.uint8), rng.integers(0, 10, count)
-        schema, arrays = IMAGE_SCHEMA, {"image_raw": inputs, "label": targets}
+        schema, arrays = GREY_SCHEMA, {"image_raw": inputs, "label": targets}
         loss = "sparse_categorical_crossentropy"
     np.savez(folder / "records.npz", inputs=inputs, targets=targets)
     places = argparse.Namespace(out=str(folder / "records"), shards=4, force=False)

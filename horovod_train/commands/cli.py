@@ -400,10 +400,10 @@ def prepare_digits(folder: Path) -> None:
     The first rank that finds them missing makes them, while the other ranks that see the folder wait. A rank that fails
     or dies lets the next one try, and one that hangs holds the others up for a minute. Raises UserError.
     """
-    from horovod_train.data.prepare.digits import prepare_once
+    from horovod_train.data.prepare.images import prepare_digits_once
 
     try:
-        prepare_once(folder)
+        prepare_digits_once(folder)
     except OSError as error:
         about = f": {error.filename}" if error.filename else ""
         raise UserError(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 
-from horovod_train.data.prepare import digits, images, samples, tables
+from horovod_train.data.prepare import images, samples, tables
 from horovod_train.data.prepare.writing import DEFAULT_SEED
 
 KINDS = {
-    "digits": digits.DIGITS,
-    "idx": digits.IDX,
+    "digits": images.DIGITS,
+    "idx": images.IDX,
     "npz": tables.NPZ,
     "csv": tables.CSV,
     "images": images.IMAGES,

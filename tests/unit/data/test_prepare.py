@@ -27,8 +27,8 @@ from horovod_train.commands.check_data import check_records
 from horovod_train.data import prepare
 from horovod_train.data.dataset import open_records
 from horovod_train.data.files import hold_lock
-from horovod_train.data.prepare import digits, writing
-from horovod_train.data.prepare.digits import IMAGE_SCHEMA, load_digits, load_idx
+from horovod_train.data.prepare import images, writing
+from horovod_train.data.prepare.images import GREY_SCHEMA, load_digits, load_idx
 from horovod_train.data.prepare.samples import make_mlp_samples
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.errors import UserError
@@ -352,11 +352,11 @@ def test_processes_that_make_one_dataset_together_leave_one(
 
     def read() -> tuple[writing.Splits, writing.Encode]:
         reads.append(barrier.wait(timeout=60))
-        return digits._digits(writing.DEFAULT_SEED)
+        return images._digits(writing.DEFAULT_SEED)
 
     out = tmp_path / "cache" / "digits"
     with ThreadPoolExecutor(3) as threads:
-        jobs = [threads.submit(writing.write_once, out, IMAGE_SCHEMA, read, 2) for _ in range(3)]
+        jobs = [threads.submit(writing.write_once, out, GREY_SCHEMA, read, 2) for _ in range(3)]
     assert [job.exception() for job in jobs] == [None] * 3
     assert len(reads) == (1 if can_lock else 3)
     assert os.listdir(out.parent) == ["digits"]
@@ -369,7 +369,7 @@ def test_a_process_that_hangs_while_it_makes_a_dataset_does_not_stop_others(
     monkeypatch.setattr(writing, "_WAIT_S", 0.2)
     out = tmp_path / "digits"
     with hold_lock([tmp_path / "digits.dataset"]):
-        digits.prepare_once(out)
+        images.prepare_digits_once(out)
     assert os.listdir(tmp_path) == ["digits"]
     assert len(values(out)) == 1437
 
@@ -378,7 +378,7 @@ def test_a_folder_that_is_no_dataset_is_not_taken_for_one(tmp_path: Path) -> Non
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "mine").write_text("")
     with pytest.raises(OSError, match="is not a prepared dataset"):
-        digits.prepare_once(tmp_path / "digits")
+        images.prepare_digits_once(tmp_path / "digits")
     assert os.listdir(tmp_path) == ["digits"]
 
 
