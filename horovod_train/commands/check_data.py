@@ -181,12 +181,12 @@ def check_records(config: DataConfig) -> Report:
     split_files, paths = find_records(config, "train"), config.paths("train")
     report = Report(", ".join(paths), files=len(split_files.files), notes=list(split_files.notes))
     # Opening a remote file checks it.
-    readable = [f for f in split_files.files if not split_files.are_paths or is_remote(f) or os.access(f, os.R_OK)]
+    readable = [f for f in split_files.files if config.source or is_remote(f) or os.access(f, os.R_OK)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
     if not readable:
         return report
     try:
-        records = split_files.open(readable, allow_damage=True)
+        records = split_files.open(readable)
         report.bad += records.problems
         report.notes += records.notes
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records

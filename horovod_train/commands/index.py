@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in folders:
         started = time.perf_counter()
         files = list_files([folder], "index", _PATTERNS).files
-        blocks = open_tfrecords(files, config, allow_damage=False).blocks
+        blocks = open_tfrecords(files, config).blocks
         to_stdout(
             f"{folder}: {blocks.num_records} records in {len(files)} files, {len(blocks.records)} blocks, "
             f"{time.perf_counter() - started:.1f} s"

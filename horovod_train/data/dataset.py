@@ -6,10 +6,10 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
@@ -96,21 +96,15 @@ class Records:
         }
 
 
-class OpenRecords(Protocol):
-    """Opens some or all files of a split. Raises UserError for one that cannot be read."""
-
-    def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records: ...
-
-
 class SplitFiles(NamedTuple):
     """The files of a split, before they are opened."""
 
     files: list[str]
     """Folders too, if each is one data set. With data.source: the texts that its class is called with."""
-    are_paths: bool
     entries: list[Entry]
     """The data sets that the files are of."""
-    open: OpenRecords
+    open: Callable[[Sequence[str]], Records]
+    """Opens some or all of them. Raises UserError for one that cannot be read."""
     notes: Sequence[str] = ()
     """What users should know before a run, besides the notes of the records."""
 
@@ -139,7 +133,7 @@ def look_before_start(config: DataConfig, split: Split, *, ranks: int, needs_lab
 def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> Records:
     """Do as open_records, but do not compare the records with the counts that `prepare` recorded."""
     split_files = find_records(config, split, needs_labels=needs_labels)
-    records = split_files.open(split_files.files, allow_damage=config.on_bad_record == "skip")
+    records = split_files.open(split_files.files)
     if not records.num_records:
         raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
     source = records.source
@@ -167,18 +161,18 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     if config.source:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
-        return SplitFiles(list(paths), False, path_entries, partial(open_stores, open_users))
+        return SplitFiles(list(paths), path_entries, partial(open_stores, open_users))
     storage = Storage(config.retry_s)
     open_folder = _folder_opener(paths, storage, needs_labels=needs_labels)
     if open_folder:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
-        return SplitFiles(list(paths), True, path_entries, partial(open_stores, open_folder))
+        return SplitFiles(list(paths), path_entries, partial(open_stores, open_folder))
     kind, files, counts, notes = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return SplitFiles(files, True, entries, partial(open_stores, FILES[kind]), notes)
+        return SplitFiles(files, entries, partial(open_stores, FILES[kind]), notes)
     config = config if needs_labels else without_labels(config)
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
@@ -187,24 +181,18 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
         check_weight(config.weight, schema)
     if not needs_labels:
         schema = dataclasses.replace(schema, targets=())
-    return SplitFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
+    return SplitFiles(files, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
 
 
 def _open_source(
-    opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
+    opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str]
 ) -> Records:
     """Open files whose schema is known."""
-    return Records(opener(files, config, allow_damage=allow_damage), schema, setting)
+    return Records(opener(files, config), schema, setting)
 
 
 def _open_stores(
-    config: DataConfig,
-    setting: str,
-    needs_labels: bool,
-    opener: OpenStore,
-    files: Sequence[str],
-    *,
-    allow_damage: bool,
+    config: DataConfig, setting: str, needs_labels: bool, opener: OpenStore, files: Sequence[str]
 ) -> Records:
     """Open stores, which describe their records."""
     source, schema = open_described(files, opener, config, setting, needs_labels=needs_labels)

@@ -150,11 +150,11 @@ class RecordSource(Protocol):
         """Build the parser of what is stored, as far as these features."""
 
 
-class OpenSource(Protocol):
-    """Opens files of one kind. Raises UserError for one that cannot be read, or is damaged."""
+OpenSource = Callable[[Sequence[str], DataConfig], RecordSource]
+"""Opens files of one kind. Raises UserError for one that cannot be read, or is damaged.
 
-    def __call__(self, files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RecordSource:
-        """allow_damage: use the records before the damage and say so in the part's `problem`."""
+With data.on_bad_record: skip it uses the records before the damage and says so in the part's `problem`.
+"""
 
 
 def digest_of(parts: Sequence[Part]) -> str:

@@ -38,7 +38,7 @@ class ArrayRecordFile(FileStore):
         return records
 
 
-def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RandomAccessRecords:
+def open_array_records(files: Sequence[str], config: DataConfig) -> RandomAccessRecords:
     """Open ArrayRecord files. Damaged records are found when they are read. Raises UserError."""
     if config.stage_dir:
         raise UserError(f"data.stage_dir: keeps blocks of TFRecords; {files[0]} is an ArrayRecord file. Leave it out.")

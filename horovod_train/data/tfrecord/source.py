@@ -75,12 +75,12 @@ class TFRecords:
         return SchemaParser(features)
 
 
-def open_tfrecords(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> TFRecords:
+def open_tfrecords(files: Sequence[str], config: DataConfig) -> TFRecords:
     """Open TFRecord files by their index. Scans files without a current one: seconds per million records, once."""
     storage = Storage(config.retry_s)
     source = TFRecords(open_index(files, config.index_dir, storage), config.stage_dir, storage)
     problems = problems_of(source.parts)
-    if problems and not allow_damage:
+    if problems and config.on_bad_record != "skip":
         raise UserError(problems[0])
     return source
 

@@ -54,7 +54,7 @@ CHANGES: list[tuple[str, Change, str]] = [
 
 
 def parts(*files: Path) -> Sequence[Part]:
-    return open_tfrecords([str(file) for file in files], DataConfig(), allow_damage=False).parts
+    return open_tfrecords([str(file) for file in files], DataConfig()).parts
 
 
 def parts_of(folder: Path) -> Sequence[Part]:

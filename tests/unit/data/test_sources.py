@@ -80,7 +80,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """Adds the line to SOURCES that another kind takes. Returns a config that reads these rows."""
 
     def store(rows: Sequence[Row], **values: Any) -> DataConfig:
-        def open_memory(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> Columns:
+        def open_memory(files: Sequence[str], config: DataConfig) -> Columns:
             return Columns(files[0], rows)
 
         monkeypatch.setitem(SOURCES, "*.memory", open_memory)
