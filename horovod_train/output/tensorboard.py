@@ -127,16 +127,12 @@ class TensorBoardWriter(TensorBoard):
         events.flush()
 
     def add_config(self, step: int, config: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.util.tensor_util import make_tensor_proto
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
         events, settings = self._of("train"), dict(by_key(config))
         table = ["| setting | value |", "|---|---|", *(f"| {key} | {json.dumps(settings[key])} |" for key in settings)]
-        metadata = create_summary_metadata(display_name=None, description=None)
-        text = make_tensor_proto("\n".join(table).encode())
-        events.add_summary(step, Summary(value=[Summary.Value(tag="config", metadata=metadata, tensor=text)]))
+        events.add_summary(step, text_pb("config", "\n".join(table)))
         plain = {key: value for key, value in settings.items() if isinstance(value, bool | int | float | str)}
         events.add_summary(step, hparams_pb(plain, trial_id=str(self._directory)))
         events.flush()
