@@ -135,18 +135,17 @@ def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> 
     return choices[name]
 
 
-def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
-    """Return the public classes of a Keras module that derive from `base`, by their names and in snake case."""
-    classes = {
-        name: value for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)
+def _keras_classes(module: ModuleType, base: type) -> dict[str, type]:
+    """Return the public classes of a Keras module that derive from `base`, by their folded names."""
+    return {
+        fold(name): value for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)
     }
-    return classes | {fold(name): value for name, value in classes.items()}
 
 
 def find_keras(module: ModuleType, base: type, name: str) -> type | None:
     """Return a Keras class by name, also in snake case, or by a short one that Keras' `get` knows: `mse`."""
-    classes = keras_classes(module, base)
-    return classes.get(name) or classes.get(fold(name)) or classes.get(fold(_spelled_out(module, name)))
+    classes = _keras_classes(module, base)
+    return classes.get(fold(name)) or classes.get(fold(_spelled_out(module, name)))
 
 
 def is_short(module: ModuleType, name: str) -> bool:
@@ -169,7 +168,7 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
         return load_function(name, where)
     chosen = find_keras(module, base, name)
     if chosen is None:
-        readable = sorted({cls.__name__ for cls in keras_classes(module, base).values()} - {base.__name__})
+        readable = sorted({cls.__name__ for cls in _keras_classes(module, base).values()} - {base.__name__})
         raise UserError(f"{where}: Keras has no {name!r}; {suggest(name, readable)}")
     return chosen
 
