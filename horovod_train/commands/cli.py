@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, open_checkpoint, read_manifest
-from horovod_train.config.loader import BUILT_IN, Origins, is_number, load, setting_like
+from horovod_train.config.loader import BUILT_IN, Origins, is_number, load, seconds_of, setting_like
 from horovod_train.config.paths import missing_paths, path_problem, remote_problem, text_problem
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
@@ -111,6 +111,17 @@ def above_0(text: str) -> float:
     if not is_number(text) or not float(text) > 0:
         raise argparse.ArgumentTypeError(f"expected a number above 0; received {text!r}")
     return float(text)
+
+
+def duration(text: str) -> float:
+    """Parse seconds or [D-]HH:MM:SS, above 0: the `type` of an argument."""
+    try:
+        value = seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0; received {text}")
+    return value
 
 
 def like(pattern: str, expected: str) -> Callable[[str], str]:

@@ -27,12 +27,12 @@ from horovod_train.commands.cli import (
     add_config_arguments,
     config_parts,
     count,
+    duration,
     like,
     load_config,
     require_output_dir,
     require_resume,
 )
-from horovod_train.config.loader import parse_seconds
 from horovod_train.config.rules import resolve
 from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
 from horovod_train.distributed.launch.launcher import TOKEN
@@ -103,9 +103,10 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--save-within",
-        default="600",
+        type=duration,
+        default=600,
         metavar="SECONDS",
-        help="for the last checkpoint of a pod that must end; default 600",
+        help="for the last checkpoint of a pod that must end; default %(default)s",
     )
     parser.add_argument("--max-restarts", type=count, default=100, metavar="N", help="default %(default)s")
     parser.add_argument("--mpijob", action="store_true", help="an MPIJob (kubeflow.org/v2beta1) in place of a Job")
@@ -146,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         memory=arguments.memory,
         volumes=volumes,
         workdir=arguments.workdir or (volumes[0].path if volumes else None),
-        save_within_s=int(parse_seconds(arguments.save_within, "--save-within")),
+        save_within_s=int(arguments.save_within),
         max_restarts=arguments.max_restarts,
         config_texts=texts,
         arguments=["--config", *words, *overrides, "--output-dir", output_dir],

@@ -38,6 +38,7 @@ from horovod_train.commands.cli import (
     above_0,
     add_config_arguments,
     count,
+    duration,
     files_or_folder,
     load_config,
     missing_data,
@@ -45,7 +46,6 @@ from horovod_train.commands.cli import (
     open_screen,
     require_output_dir,
 )
-from horovod_train.config.loader import parse_seconds
 from horovod_train.config.rules import resolve, weights_of_outputs
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import (
@@ -82,7 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speed over all ranks, as a run logs it; for the time it takes",
     )
     parser.add_argument(
-        "--time", metavar="[D-]HH:MM:SS", help="time of a job; for the number of jobs, or the speed that is needed"
+        "--time",
+        type=duration,
+        metavar="[D-]HH:MM:SS",
+        help="time of a job; for the number of jobs, or the speed that is needed",
     )
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
 
@@ -92,11 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if config.data.dataset:
         stream = config.data.dataset.name
         raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
-    time_s = None if arguments.time is None else parse_seconds(arguments.time, "--time")
-    if time_s is not None and not time_s > 0:
-        raise UserError(f"--time: must be above 0; received {time_s:g}.")
     facts, notes, faults = _look(
-        config, missing_data(config, origins), arguments.np, arguments.fast, Pace(arguments.examples_per_s, time_s)
+        config, missing_data(config, origins), arguments.np, arguments.fast, Pace(arguments.examples_per_s, arguments.time)
     )
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))

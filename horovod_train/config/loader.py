@@ -149,14 +149,6 @@ def _keys_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, in
         yield from _keys_of(value, f"{path}.")
 
 
-def parse_seconds(text: str, where: str) -> float:
-    """Parse seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
-    try:
-        return seconds_of(text)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-
-
 class _Located(dict[str, tuple[Any, str]]):
     """A mapping whose values carry the place where they were read."""
 
@@ -331,11 +323,8 @@ def _place_of(key: str, siblings: list[str]) -> str:
     """Return the end of a message about an unknown key: a sibling, or the setting of another section that it means."""
     near = suggest(key, siblings)
     elsewhere = setting_like(key)
-    return f"did you mean {elsewhere}?" if elsewhere and (not _is_close(key, siblings)) else near
-
-
-def _is_close(key: str, siblings: list[str]) -> bool:
-    return bool(difflib.get_close_matches(key, siblings, n=1, cutoff=0.75))
+    is_close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+    return f"did you mean {elsewhere}?" if elsewhere and not is_close else near
 
 
 def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:

@@ -105,6 +105,8 @@ def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFix
         (["--name", "2024-05-01"], "argument --name: expected a letter first; received '2024-05-01'"),
         (["--memory", "64"], "argument --memory: expected a size such as 64Gi"),
         (["--nodes", "0"], "argument --nodes: expected a whole number"),
+        (["--save-within", "0"], "argument --save-within: must be above 0; received 0"),
+        (["--save-within", "soon"], "argument --save-within: expected seconds or [D-]HH:MM:SS; received 'soon'"),
         (["--gpus-per-node", "3", "device.per_rank=2"], "--gpus-per-node: must be a multiple of device.per_rank, 2"),
         (["--gpus-per-node", "4", "--slots", "2"], "--slots must be --gpus-per-node / device.per_rank, 4"),
         (["checkpoint.resume=never"], "checkpoint.resume: never would refuse each later start of the job"),
