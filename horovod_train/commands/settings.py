@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from horovod_train.commands.cli import build_table, open_screen
-from horovod_train.config.loader import CLOCK
+from horovod_train.config.loader import CLOCK, is_section
 from horovod_train.config.registry import suggest
 from horovod_train.config.rules import NEEDS
 from horovod_train.config.settings import Config, Seconds, Spec, default_of
@@ -77,7 +77,7 @@ def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
         hint = hints[field.name]
         if field.name in of_all_specs:
             continue
-        if _is_section(hint):
+        if is_section(hint):
             yield from entries(hint, f"{prefix}{field.name}.")
         else:
             key, minimum = f"{prefix}{field.name}", field.metadata["minimum"]
@@ -141,10 +141,6 @@ def json_schema() -> dict[str, Any]:
         "title": "horovod_train config",
         **_object(Config),
     }
-
-
-def _is_section(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Spec)
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

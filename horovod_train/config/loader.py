@@ -311,12 +311,16 @@ def setting_like(name: str) -> str | None:
     return found[0] if len(found) == 1 else _OTHER_NAMES.get(last)
 
 
+def is_section(hint: Any) -> bool:
+    """Return whether a setting of this type consists of settings with names of their own."""
+    return dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Spec)
+
+
 def _settings_of(cls: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(cls):
         hint = _hints(cls)[field.name]
-        is_section = dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Spec)
         yield f"{prefix}{field.name}"
-        yield from _settings_of(hint, f"{prefix}{field.name}.") if is_section else ()
+        yield from _settings_of(hint, f"{prefix}{field.name}.") if is_section(hint) else ()
 
 
 def _place_of(key: str, siblings: list[str]) -> str:
