@@ -96,7 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         stream = config.data.dataset.name
         raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
     facts, notes, faults = _look(
-        config, missing_data(config, origins), arguments.np, arguments.fast, Pace(arguments.examples_per_s, arguments.time)
+        config,
+        missing_data(config, origins),
+        arguments.np,
+        arguments.fast,
+        Pace(arguments.examples_per_s, arguments.time),
     )
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))

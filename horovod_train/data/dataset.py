@@ -184,9 +184,7 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     return SplitFiles(files, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
 
 
-def _open_source(
-    opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str]
-) -> Records:
+def _open_source(opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str]) -> Records:
     """Open files whose schema is known."""
     return Records(opener(files, config), schema, setting)
 

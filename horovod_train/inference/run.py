@@ -1,7 +1,7 @@
 """Evaluates, predicts with and exports a trained model, from start to end.
 
-In `evaluate` and `predict` every rank runs every line, as in training.run: root reads the weights of a checkpoint into a
-model without any training state, and the other ranks get them from it. `write_model` makes a file for use with
+In `evaluate` and `predict` every rank runs every line, as in training.run: root reads the weights of a checkpoint into
+a model without any training state, and the other ranks get them from it. `write_model` makes a file for use with
 TensorFlow alone, and checks it by loading it back; for one process. Changes nothing in the run directory.
 """
 

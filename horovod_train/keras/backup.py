@@ -13,9 +13,7 @@ from horovod_train.distributed.objects import HOST
 from horovod_train.output import files
 from horovod_train.tensorflow.lifetime import exchanging
 
-FILES = files.Artifact(
-    "a file of BackupAndRestore", r"(latest\.weights\.h5|training_metadata\.json)(\.bkp|\.before)?"
-)
+FILES = files.Artifact("a file of BackupAndRestore", r"(latest\.weights\.h5|training_metadata\.json)(\.bkp|\.before)?")
 
 
 def restore_from_root(callbacks: list[keras.callbacks.Callback], model: keras.Model, root_rank: int) -> None:

@@ -1,8 +1,8 @@
 """Files that this package writes, atomically and again later if the disk is full now; and their removal.
 
 The only module that removes, renames or empties files. It touches those that this package has made: an `Artifact`
-describes what may be removed, by its name, its kind and its content. Anything else stays, and NotOurs says why. Does not
-decide what is no longer needed.
+describes what may be removed, by its name, its kind and its content. Anything else stays, and NotOurs says why. Does
+not decide what is no longer needed.
 """
 
 from __future__ import annotations
