@@ -10,7 +10,8 @@
 #   gpu_day.sh --cpu --out OUT       the same steps, tiny, without a GPU. gpu_day.py --help lists further options
 #
 # Settings of pack: PYTHON (python3: the machine must have the same version), PIECE_MIB (60: at most so much in a file),
-# HOROVOD_BUILD_CUDA_CC_LIST (90: the compute capabilities to compile for). --cpu packs neither CUDA nor NCCL.
+# HOROVOD_BUILD_CUDA_CC_LIST (90: compute capabilities to compile for; nvidia-smi --query-gpu=compute_cap prints 9.0 for
+# it). --cpu packs neither CUDA nor NCCL.
 # Horovod is compiled without MPI: ranks meet over gloo.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -88,10 +88,21 @@ def load_nccl(day: Day) -> Found:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    from horovod_train.distributed.horovod_info import (
+        are_sums_of_group,
+        compute_capabilities,
+        judge_group,
+        sums_of_group,
+    )
+
     found: Found = {f"{name}_built": bool(getattr(hvd, f"{name}_built")()) for name in ("nccl", "cuda", "gloo", "mpi")}
+    os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")  # gloo aborts where the host's own name has no address
     hvd.init()
     found["allreduce"] = float(hvd.allreduce(tf.constant(2.0), name="day"))
     expect(found["allreduce"] == 2.0, "2.0 from an allreduce of 2.0 on one rank", found)
+    found["compute_capabilities"] = compute_capabilities()
+    if problem := judge_group([(are_sums_of_group(sums_of_group(0), 1), found["compute_capabilities"])]):
+        raise NotOk(f"failed: {problem}", found)
     need_gpu(day, found)
     expect(found["nccl_built"], "a Horovod with NCCL", found)
     return found

@@ -28,6 +28,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import (
     Speed,
     clock_offsets_s,
+    group_problem,
     horovod_build,
     measure_allreduce,
     mpi_place,
@@ -63,6 +64,7 @@ def run_checks(group: WorkerGroup, config: Config | None, folder: Path) -> Itera
     yield check_threads(group)
     yield check_settings(group)
     yield check_averaging(group)
+    yield check_group(group)
     yield check_speed(group)
     yield check_network(group)
     yield check_file_system(group, folder)
@@ -288,6 +290,14 @@ def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
 
     step()
     return np.concatenate([weight.numpy().ravel() for weight in model.weights])
+
+
+def check_group(group: WorkerGroup) -> CheckResult:
+    """Collective: whether tensors that Horovod exchanges together have the right sums; the averaging packs its own."""
+    if problem := group_problem(group):
+        text, _, advice = problem.partition(". ")
+        return fail("group sums", text, advice)
+    return ok("group sums", "tensors that Horovod exchanges together have the right sums")
 
 
 def check_speed(group: WorkerGroup) -> CheckResult:

@@ -1,7 +1,11 @@
-"""What Horovod, MPI and the scheduler report about themselves, and how fast an exchange is. doctor judges it."""
+"""What Horovod, MPI and the scheduler report about themselves; how fast an exchange is, and whether its sums are right.
+
+The commands and the start of a rank judge it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -12,7 +16,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.group import WorkerGroup, is_connection_loss
+from horovod_train.errors import RunError, one_line
 
 
 class Build(NamedTuple):
@@ -22,6 +27,12 @@ class Build(NamedTuple):
     controller: str
     exchange: str
     """The library that exchanges between this process's devices and those of the others."""
+
+
+GROUP_SIZES = (3, 1000, 40_000)
+"""Numbers in the tensors of sums_of_group: less and more than a block of a GPU's threads."""
+PRESCALES = (1.0, 0.5)
+"""Horovod copies tensors by one kernel, and copies and scales them by another."""
 
 
 class Speed(NamedTuple):
@@ -122,3 +133,71 @@ def clock_offsets_s(group: WorkerGroup, rounds: int = 5) -> list[float]:
         if not closest or max(map(abs, offsets)) < max(map(abs, closest)):
             closest = offsets
     return closest
+
+
+def group_values(rank: int) -> list[np.ndarray]:
+    """Return a rank's tensors for sums_of_group: whole numbers, whose sums float32 holds exactly."""
+    factor = rank % 7 + 1
+    return [
+        (factor * (np.arange(size) % 61 + number + 1)).astype(np.float32) for number, size in enumerate(GROUP_SIZES)
+    ]
+
+
+def sums_of_group(rank: int) -> list[list[np.ndarray]]:
+    """Collective: return the sums over the ranks of tensors that Horovod exchanges together, for each of PRESCALES.
+
+    On the device that the rank computes on. Horovod packs such tensors, and scales them, with CUDA kernels of its own,
+    and does not see that a GPU has not run one, because they were compiled for others.
+    """
+    values = [tf.constant(value) for value in group_values(rank)]
+    sums = [
+        hvd.grouped_allreduce(values, op=hvd.Sum, prescale_factor=prescale, name=f"probe.group.{prescale}")
+        for prescale in PRESCALES
+    ]
+    return [[total.numpy() for total in totals] for totals in sums]
+
+
+def are_sums_of_group(sums: Sequence[Sequence[np.ndarray]], size: int) -> bool:
+    """Return whether these are what sums_of_group returns on each of `size` ranks."""
+    factor = sum(rank % 7 + 1 for rank in range(size))
+    expected = [[prescale * factor * value for value in group_values(0)] for prescale in PRESCALES]
+    return all(map(np.array_equal, itertools.chain(*sums), itertools.chain(*expected)))
+
+
+def compute_capabilities() -> list[str]:
+    """Return those of the GPUs that this process computes on, such as "9.0"."""
+    gpus = tf.config.get_visible_devices("GPU")
+    found = [tf.config.experimental.get_device_details(gpu).get("compute_capability") for gpu in gpus]
+    return [".".join(map(str, each)) for each in found if each]
+
+
+def group_problem(group: WorkerGroup) -> str | None:
+    """Collective: sum tensors that Horovod exchanges together; return what is wrong, alike on all ranks, if anything.
+
+    Raises RunError, on this rank alone, if the exchange fails here for a reason of its own.
+    """
+    try:
+        with group.heartbeat.phase("exchange"):
+            is_right = are_sums_of_group(sums_of_group(group.rank), group.size)
+    except tf.errors.OpError as error:
+        if is_connection_loss(error):
+            raise
+        raise RunError(f"the first exchange between devices failed: {one_line(error)}.") from error
+    return judge_group(group.gather((is_right, compute_capabilities())))
+
+
+def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> str | None:
+    """Return what is wrong with the sums of a group. rows: for each rank whether its sums are right, and its GPUs."""
+    wrong = [rank for rank, (is_right, _) in enumerate(rows) if not is_right]
+    if not wrong:
+        return None
+    text = f"sums of tensors that Horovod exchanges together are wrong on {len(wrong)} of {len(rows)} ranks"
+    capabilities = sorted({each for _, of_rank in rows for each in of_rank}, key=lambda each: (len(each), each))
+    if not capabilities:
+        return f"{text}. Do not train here: install again with make install, and report this."
+    compiled_for = ",".join(each.replace(".", "") for each in capabilities)
+    return (
+        f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, of compute capability "
+        f"{' or '.join(capabilities)}. Build it again: HOROVOD_BUILD_CUDA_CC_LIST={compiled_for} horovod-train "
+        "build-horovod --gpu-operations NCCL."
+    )

@@ -12,7 +12,7 @@ from conftest import Finished, RankFacts, launcher_command, run_process, train
 
 CHECKS = [
     "versions", "same everywhere", "horovod", "launcher", "hosts", "devices", "threads", "settings", "averaging",
-    "exchange speed", "network", "file system", "clocks",
+    "group sums", "exchange speed", "network", "file system", "clocks",
 ]  # fmt: skip
 
 

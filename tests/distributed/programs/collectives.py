@@ -14,7 +14,7 @@ import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
-from horovod_train.distributed import consistency, objects
+from horovod_train.distributed import consistency, horovod_info, objects
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
@@ -27,6 +27,8 @@ facts: dict[str, Any] = {"rank": rank, "size": size, "exchange": group.exchange,
 
 facts["sum"] = [part.tolist() for part in group.sum([rank + 1, [[1.0, rank], [2.0, 3.0]]])]
 facts["sum_counts_exactly"] = group.sum([2**53 - 1 if rank == 0 else 0])[0] == 2**53 - 1
+facts["are_sums_of_group"] = horovod_info.are_sums_of_group(horovod_info.sums_of_group(rank), size)
+facts["group_problem"] = horovod_info.group_problem(group)
 facts["average"] = group.average([float(rank)])[0]
 facts["gather"] = group.gather({"rank": rank})
 facts["broadcast_object"] = group.broadcast_object(f"from {rank}")

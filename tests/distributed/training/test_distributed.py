@@ -30,6 +30,8 @@ def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str,
         assert facts["sum"] == [total + np, [[np, total], [2.0 * np, 3.0 * np]]]
         assert facts["sum_counts_exactly"]
         assert facts["average"] == total / np
+        assert facts["are_sums_of_group"]
+        assert facts["group_problem"] is None
         assert facts["gather"] == [{"rank": other} for other in range(np)]
         assert facts["broadcast_object"] == "from 0"
         assert facts["broadcast"] == [0.0, 7.0]

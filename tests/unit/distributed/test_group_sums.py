@@ -1,0 +1,107 @@
+"""Wrong sums of tensors that Horovod exchanges together are noticed, before a run trains on them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.commands import doctor_checks
+from horovod_train.distributed import horovod_info, objects, start
+from horovod_train.distributed.device import Device
+from horovod_train.distributed.horovod_info import PRESCALES, are_sums_of_group, group_values, judge_group
+from horovod_train.errors import RunError, UserError
+
+Sums = list[list[np.ndarray]]
+
+
+def right_sums(size: int) -> Sums:
+    by_rank = [group_values(rank) for rank in range(size)]
+    return [[np.float32(prescale) * sum(parts) for parts in zip(*by_rank, strict=True)] for prescale in PRESCALES]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 300])
+def test_right_sums_are_taken_for_right(size: int) -> None:
+    assert are_sums_of_group(right_sums(size), size)
+
+
+@pytest.mark.parametrize("prescale", [0, 1])
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+@pytest.mark.parametrize("falsify", [np.zeros_like, lambda right: right + np.eye(1, len(right), dtype=np.float32)[0]])
+def test_one_wrong_tensor_is_noticed(prescale: int, tensor: int, falsify: Any) -> None:
+    sums = right_sums(2)
+    sums[prescale][tensor] = falsify(sums[prescale][tensor])
+    assert not are_sums_of_group(sums, 2)
+
+
+def test_what_is_copied_but_not_scaled_is_noticed() -> None:
+    plain, scaled = right_sums(2)
+    assert not are_sums_of_group([plain, plain], 2)
+    assert not are_sums_of_group([group_values(0), scaled], 2)  # what this rank has sent itself
+
+
+def test_the_gpus_are_named_and_how_to_compile_for_them() -> None:
+    assert judge_group([(True, ["9.0"]), (True, [])]) is None
+    assert judge_group([(False, ["12.0"]), (False, ["8.0", "8.0"]), (True, ["9.0"])]) == (
+        "sums of tensors that Horovod exchanges together are wrong on 2 of 3 ranks: Horovod's CUDA kernels are not "
+        "compiled for a GPU here, of compute capability 8.0 or 9.0 or 12.0. Build it again: "
+        "HOROVOD_BUILD_CUDA_CC_LIST=80,90,120 horovod-train build-horovod --gpu-operations NCCL."
+    )
+    assert str(judge_group([(False, [])])).endswith("on 1 of 1 ranks. Do not train here: install again with make "
+                                                    "install, and report this.")  # fmt: skip
+
+
+def test_a_run_on_gpus_with_wrong_sums_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def gather(value: Any, name: str) -> list[Any]:
+        if name != "group.start":
+            return [value, value]
+        host, boot, fields = value
+        return [value, (host, boot, (*fields[:2], tuple(f"{key}-other" for key in fields[2]), fields[3]))]
+
+    def problem(group: Any) -> str:
+        asked.append(group.exchange)
+        return "sums are wrong"
+
+    for name, value in {"rank": 0, "size": 2, "local_rank": 0, "local_size": 2, "mpi_enabled": False}.items():
+        monkeypatch.setattr(hvd, name, lambda value=value: value)
+    monkeypatch.setattr(hvd, "nccl_built", lambda: 23203)
+    monkeypatch.setattr(objects, "gather", gather)
+    monkeypatch.setattr(start, "group_problem", problem)
+    started: Any = SimpleNamespace(started_by=SimpleNamespace(launcher="srun"), settings=())
+    with pytest.raises(UserError, match=r"^sums are wrong$"):
+        start.form_group(started, Device("GPU 0", "", ("GPU-aa",), ("GPU:0",)))
+    start.form_group(started, Device("CPU", "", (), ("CPU:0",)))
+    assert asked == ["NCCL"]  # ranks on CPUs start without
+
+
+def test_an_exchange_that_fails_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = start.WorkerGroup(0, 2, 0, 2, "srun", "NCCL", ("a", "a"), ())
+
+    def fail_with(text: str) -> None:
+        def sums_of_group(rank: int) -> Sums:
+            raise tf.errors.UnknownError(None, None, text)
+
+        monkeypatch.setattr(horovod_info, "sums_of_group", sums_of_group)
+
+    fail_with("ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN for details)")
+    with pytest.raises(RunError, match=r"^the first exchange between devices failed: ncclCommInitRank failed: invalid"):
+        horovod_info.group_problem(group)
+    fail_with("ncclCommInitRank failed: remote process exited or there was a network error")
+    with pytest.raises(tf.errors.UnknownError):  # another rank has gone: the caller says so
+        horovod_info.group_problem(group)
+
+
+@pytest.mark.parametrize(
+    ("problem", "level", "do"), [(None, "ok", ""), ("sums are wrong on 1. Build it again.", "fail", "Build it again.")]
+)
+def test_doctor_says_so(monkeypatch: pytest.MonkeyPatch, problem: str | None, level: str, do: str) -> None:
+    monkeypatch.setattr(doctor_checks, "group_problem", lambda group: problem)
+    group: Any = None
+    found = doctor_checks.check_group(group)
+    assert (found.level, found.do) == (level, do)
