@@ -26,10 +26,13 @@ from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
 
-# After Horovod's message, those of the libraries below it: gloo names its source file; NCCL's come from polling it.
+# After Horovod's message, those of the libraries below it: gloo names its source file, NCCL has one text for a lost
+# rank and one for what it finds between its calls. Its other texts are of this rank's own GPU, network or settings.
 _CONNECTION_LOSS = re.compile(
-    r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|\bnccl\w+ failed|NCCL async error|\bcudaEventQuery failed"
+    r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|remote process exited or there was a network error"
+    r"|NCCL async error|\bcudaEventQuery failed"
 )
+_OF_NCCL = re.compile(r"\bnccl\w+ failed|NCCL async error")
 
 
 @dataclass(frozen=True)
@@ -211,3 +214,9 @@ def is_connection_loss(error: BaseException) -> bool:
     """Return whether the error only says that another rank has gone: Horovod shuts down; the cause is elsewhere."""
     is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
     return is_from_horovod and bool(_CONNECTION_LOSS.search(str(error)))
+
+
+def is_of_nccl(error: BaseException) -> bool:
+    """Return whether the error is NCCL's. With a lost rank it may have any of NCCL's texts."""
+    is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
+    return is_from_horovod and bool(_OF_NCCL.search(str(error)))

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import failure_of, raised_at
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.group import WorkerGroup, is_connection_loss
+from horovod_train.distributed.group import WorkerGroup, is_connection_loss, is_of_nccl
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
 from horovod_train.distributed.watchdog.transport import Address, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import (
@@ -101,6 +101,8 @@ class RankWatchdog(Watchdog):
             state.start_exit_timer(1)
             while state.cause is None and time.monotonic() < deadline:
                 state.changed.wait(state.intervals.turn_s)
+                if state.cause is None:  # this rank may have to say why itself, which takes time too
+                    state.restart_exit_timer()
                 state.report_silent(time.monotonic())
                 if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
                     state.report_finished()
@@ -233,8 +235,12 @@ class RunEnd:
             return error.exit_code
         if is_connection_loss(error):
             self._log.write_traceback(error, "lost")
-            return self._follow(self._watchdog.find_cause())
-        self._log.write_traceback(error)
+            cause = self._watchdog.find_cause()
+            if cause is not None or not is_of_nccl(error):
+                return self._follow(cause)
+            # No rank has gone, so the error is this rank's own.
+        else:
+            self._log.write_traceback(error)
         text, exit_code, line = self._sum_up(error)
         self._record_end("failed", exit_code, error=text)
         if self._watchdog.claim_to_speak(exit_code):
@@ -242,6 +248,8 @@ class RunEnd:
                 to_stderr(line)
             else:
                 traceback_to_stderr(error)
+                if is_of_nccl(error):
+                    to_stderr(f"error: {text}")
             # So that the user reads this first, before other ranks say that this one has failed.
             time.sleep(_READ_WITHIN_S)
             hint = f"; see {self._log.name}" if self._log.name else ""
@@ -265,7 +273,7 @@ class RunEnd:
         if not self._log.name or not (place or isinstance(error, tf.errors.OpError)):
             return text, 1, ""
         group = self._group
-        exit_code = 1 if group.heartbeat.has_stepped else UserError.exit_code
+        exit_code = 1 if group.heartbeat.has_stepped or is_of_nccl(error) else UserError.exit_code
         who = f"{group.name(group.rank)}: " if group.size > 1 else ""
         return text + place, exit_code, f"error: {who}{text}{place}; the traceback is in {self._log.name}"
 
@@ -300,4 +308,5 @@ def _summarize(error: Exception) -> str:
         return f"jit_compile: true, but XLA cannot compile the operation {operation[1]}; set jit_compile: false"
     lines = (one_line(line) for line in str(error).splitlines())
     reason = next((line for line in lines if line and not _CONTEXT_LINE.match(line)), "")
-    return f"{type(error).__name__}: {reason[:300]}" if reason else type(error).__name__
+    hint = "; NCCL_DEBUG=WARN says more" if is_of_nccl(error) and "NCCL_DEBUG" not in reason else ""
+    return f"{type(error).__name__}: {reason[:300]}{hint}" if reason else type(error).__name__

@@ -160,7 +160,13 @@ def test_a_lost_gpu_does_not_keep_the_others_from_starting() -> None:
     ("text", "expected"),
     [
         ("Horovod has been shut down. This was caused by an exception on one of the ranks", True),
-        ("ncclCommInitRank failed: remote process exited", True),
+        ("ncclCommInitRank failed: remote process exited or there was a network error", True),
+        ("ncclAllReduce failed: remote process exited or there was a network error", True),
+        ("ncclCommInitRank failed: unhandled system error (run with NCCL_DEBUG=INFO for details)", False),
+        ("ncclCommInitRank failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", False),
+        ("ncclCommInitRank failed: internal error - please report this issue to the NCCL developers", False),
+        ("ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN for details)", False),
+        ("ncclAllReduce failed: invalid argument (run with NCCL_DEBUG=WARN for details)", False),
         ("NCCL async error: remote process exited or there was a network error", True),
         ("cudaEventQuery failed: unspecified launch failure", True),
         ("cudaMalloc failed: out of memory", False),
@@ -168,9 +174,11 @@ def test_a_lost_gpu_does_not_keep_the_others_from_starting() -> None:
     ],
 )
 def test_the_loss_of_another_rank_is_known_by_what_the_libraries_say(text: str, expected: bool) -> None:
-    from horovod_train.distributed.group import is_connection_loss
+    from horovod_train.distributed.group import is_connection_loss, is_of_nccl
 
-    assert is_connection_loss(tf.errors.UnknownError(None, None, text)) is expected
+    error = tf.errors.UnknownError(None, None, text)
+    assert is_connection_loss(error) is expected
+    assert is_of_nccl(error) == text.lower().startswith("nccl")  # elastic ranks take each of these for a loss
 
 
 def test_a_host_whose_gpus_are_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ In one process, with the real server and real files.
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog import watch_thread
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import (
+    LEAVE_WITHIN_S,
     Cause,
     Coordinator,
     HostClaim,
@@ -26,6 +30,8 @@ from horovod_train.distributed.watchdog.watch_thread import (
     WatchThread,
     open_host_claim,
 )
+from horovod_train.distributed.watchdog.watchdog import RankWatchdog, RunEnd, Watchdog
+from horovod_train.errors import AlreadySaid
 from horovod_train.output.rank_log import RankLog
 
 SIZE = 3
@@ -234,3 +240,75 @@ def test_without_a_place_for_the_file_the_first_rank_left_prints(
         state.print_once_per_host(f"stopped: {rank}")
         state.print_once_per_host(f"stopped: {rank}")
     assert capfd.readouterr().err.splitlines() == ["stopped: 1", "stopped: 3"]
+
+
+class NoCause(Watchdog):
+    """Has found that no rank has gone; notes what is announced."""
+
+    def __init__(self) -> None:
+        self.announced: list[Cause] = []
+
+    def announce_cause(self, cause: Cause) -> None:
+        self.announced.append(cause)
+
+
+def nccl_error(text: str) -> tf.errors.UnknownError:
+    node = "\n\t [[{{node HorovodAllreduce_1}}]]"
+    return tf.errors.UnknownError(None, None, f"Graph execution error:\n\n{text}{node} [Op:__inference_step_1]")
+
+
+NCCL_TEXTS = [
+    (
+        "ncclCommInitRank failed: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        "ncclCommInitRank failed: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    ),
+    ("NCCL async error: internal error", "NCCL async error: internal error; NCCL_DEBUG=WARN says more"),
+    (
+        "ncclAllReduce failed: remote process exited or there was a network error",
+        "ncclAllReduce failed: remote process exited or there was a network error; NCCL_DEBUG=WARN says more",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["", "logs/rank-1.log"])
+@pytest.mark.parametrize(("text", "expected"), NCCL_TEXTS)
+def test_an_error_of_nccl_is_shown_where_no_rank_has_gone(
+    capfd: pytest.CaptureFixture[str], name: str, text: str, expected: str
+) -> None:
+    """In a run, which keeps a log, and in a script, which keeps none."""
+    log, watchdog = RankLog(), NoCause()
+    log.name = name
+    with pytest.raises(AlreadySaid) as outcome, RunEnd(Group(rank=1), log, watchdog):  # type: ignore[arg-type]
+        raise nccl_error(text)
+    assert outcome.value.exit_code == 1
+    said = capfd.readouterr().err
+    line = re.sub(r" \(at \S+:\d+\)", "", said.splitlines()[-1])
+    own = f"UnknownError: {expected}"
+    assert line == (f"error: rank 1 (here): {own}; the traceback is in {name}" if name else f"error: {own}")
+    assert ("Traceback" in said) == (not name)
+    (cause,) = watchdog.announced
+    assert cause.what.startswith(f"failed: {own}")
+
+
+def test_that_horovod_has_been_shut_down_says_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), RankLog(), NoCause()):  # type: ignore[arg-type]
+        raise tf.errors.UnknownError(None, None, "Horovod has been shut down. This was caused by an exception on one …")
+    assert capfd.readouterr().err == "stopped: another rank has gone; its message says why\n"
+
+
+def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root) -> None:
+    state = root.role._state
+    watchdog = RankWatchdog(state, root.role)
+    connections = [root.join(1), root.join(2)]
+
+    def beat() -> None:
+        while not state.is_closed:
+            for connection in connections:
+                connection.send({"kind": "beat", "beat": vars(Beat("train", 1, "", 1, 0.0))})
+            time.sleep(0.2)
+
+    threading.Thread(target=beat, daemon=True).start()
+    began = time.monotonic()
+    assert watchdog.find_cause() is None
+    assert state.exits_since is not None
+    assert state.exits_since - began > LEAVE_WITHIN_S / 2  # it ends LEAVE_WITHIN_S after that
