@@ -118,7 +118,7 @@ def _measure_input(arguments: argparse.Namespace) -> int:
     data = dataclasses.replace(config.data, train=config.data.paths("train"), fold=None, eval_fraction=None)
     config = dataclasses.replace(config, data=data)
     records = open_records(data, "train")
-    logs.load_tensorflow()
+    logs.load_tensorflow(on_cpu=True)
     ways = {PLAN: passes_of(build_input(records, config, arguments.batch_size))}
     if arguments.delay_ms:
         late_records = dataclasses.replace(records, source=DelayedSource(records.source, arguments.delay_ms / 1e3))

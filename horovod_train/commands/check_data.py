@@ -89,7 +89,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
 def _check(console: Console, configs: Sequence[Config]) -> int:
     for config in configs:
         find_records(config.data, "train")  # reports a wrong path before TensorFlow is loaded
-    logs.load_tensorflow()
+    logs.load_tensorflow(on_cpu=True)
     reports = [check_records(config.data) for config in configs]
     for report in reports:
         _show_report(console, report)

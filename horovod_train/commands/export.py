@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_out("--out", str(out), artifact)
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
-    logs.load_tensorflow()
+    logs.load_tensorflow(on_cpu=True)
     from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.data.dataset import class_names
     from horovod_train.inference.run import build_bare_model, load_weights, write_model

@@ -129,7 +129,7 @@ def _look(
             _attempt(lambda: build_formula(config.lr_schedule, Horizon(1, 1, 1)), faults)
         sizes: Sizes | None = None
     else:
-        logs.load_tensorflow()
+        logs.load_tensorflow(on_cpu=True)
         from horovod_train.commands import plan_model
 
         sizes, model_faults = plan_model.build(config, outlook)

@@ -106,8 +106,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def pin_to_cpu(per_rank: int) -> Device:
-    """Hide the GPUs and split the CPU into as many devices as a rank has, to build a run without training it."""
-    tf.config.set_visible_devices([], "GPU")
+    """Split the CPU into as many devices as a rank has, to build a run without training it. GPUs must be hidden."""
     _split_cpu(per_rank)
     return Device("CPU", "", (), _names("CPU", per_rank))
 

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from horovod_train.errors import UserError
@@ -134,8 +134,10 @@ def choose_backend() -> None:
         raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
 
 
-def load_tensorflow() -> None:
+def load_tensorflow(*, on_cpu: bool = False) -> None:
     """Import TensorFlow and Keras and let TensorFlow look for GPUs, which is when it prints.
+
+    on_cpu: hide them then. Its first operation would take nearly all memory of each, beside ranks that train there.
 
     Raises UserError if the environment chooses another backend of Keras.
     """
@@ -145,7 +147,10 @@ def load_tensorflow() -> None:
         import tensorflow as tf
 
         importlib.import_module("keras")
-        tf.config.list_physical_devices("GPU")
+        gpus = tf.config.list_physical_devices("GPU")
+    if on_cpu and gpus:
+        with suppress(RuntimeError):  # it has begun to compute in this process, and keeps what it has
+            tf.config.set_visible_devices([], "GPU")
 
 
 @contextmanager

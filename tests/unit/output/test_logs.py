@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from conftest import run_process
 
 from horovod_train.commands.watch import Follower
@@ -174,6 +175,17 @@ print(load_digits().data.shape)
     assert finished.stdout.split("\n")[:2] == ["set()", "(1797, 64)"], finished.text
     plain = run_process([sys.executable, "-c", "import keras, sys; print('sklearn' in sys.modules)"])
     assert plain.stdout.strip() == "True", plain.text
+
+
+@pytest.mark.parametrize(("on_cpu", "hidden"), [(True, [([], "GPU")]), (False, [])])
+def test_commands_on_the_cpu_take_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, hidden: list[tuple[list[str], str]]
+) -> None:
+    asked: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0", f"{kind}:1"])
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda *words: asked.append(words))
+    logs.load_tensorflow(on_cpu=on_cpu)
+    assert asked == hidden
 
 
 def test_another_backend_of_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
