@@ -24,6 +24,7 @@ from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency
+from horovod_train.distributed.device import TO_SEE_GPUS
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import (
     Speed,
@@ -164,8 +165,8 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
     for rank, (host, uuids, driver_count, visible) in enumerate(rows):
         if not uuids and driver_count and not visible:
-            fix = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
-            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {driver_count} GPUs", fix, facts)
+            text = f"rank {rank} ({host}): TensorFlow sees none of the {driver_count} GPUs"
+            return fail("devices", text, TO_SEE_GPUS, facts)
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, uuids, _, _) in enumerate(rows):
         for uuid in uuids:

@@ -118,6 +118,36 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
     assert device.host_summary == "6 GPUs; 16 cores for 2 ranks of this host"
 
 
+UNSEEN = ({}, {0: "GPU-aa", 1: "GPU-bb"})
+"""What the driver lists, where TensorFlow sees no GPU."""
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "listed", "warns"), [(0, UNSEEN[0], False), (0, UNSEEN[1], True), (1, UNSEEN[1], False)]
+)
+def test_gpus_that_tensorflow_does_not_see_are_missed_on_one_rank_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    local_rank: int,
+    listed: dict[int, str],
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(device, "list_gpus", lambda: listed)
+    for owner, name in (
+        (tf.config.threading, "set_intra_op_parallelism_threads"),  # this process has begun to compute
+        (tf.config.threading, "set_inter_op_parallelism_threads"),
+        (tf.config, "set_soft_device_placement"),
+        (tf.debugging, "set_log_device_placement"),
+    ):
+        monkeypatch.setattr(owner, name, lambda _: None)
+    assert pin(DeviceConfig(), local_rank, 2, 2).gpu_keys == ()
+    said = capfd.readouterr().err
+    assert said.count("\n") == warns
+    assert (
+        "TensorFlow sees none of the 2 GPUs, so ranks compute on CPU here. Install with TENSORFLOW=" in said
+    ) == warns
+
+
 @pytest.mark.parametrize(
     ("name", "uuid"),
     [
