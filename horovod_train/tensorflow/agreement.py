@@ -120,7 +120,8 @@ def exchange_count() -> int:
 
 
 def _counts() -> list[int]:
-    return [int(counter.numpy()) for counters in list(_counters.values()) for counter in counters.values()]
+    # Not counter.numpy(), which copies to the default device: on a GPU, after all that it has to compute.
+    return [int(counter) for counters in list(_counters.values()) for counter in counters.values()]
 
 
 def reset_counts() -> None:

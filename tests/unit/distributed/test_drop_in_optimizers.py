@@ -6,10 +6,12 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap
 
 import horovod_train.keras as hvd
 from horovod_train.errors import UserError
+from horovod_train.tensorflow import agreement
 
 
 def each_its_own(variable: Any) -> keras.optimizers.Optimizer:
@@ -56,3 +58,20 @@ def test_local_variables_go_with_a_norm_of_each_gradient() -> None:
     optimizer.register_local_var(local)
     optimizer.build([shared, local])
     assert optimizer.gradient_combiner.is_local(local)
+
+
+def test_the_watch_counts_exchanges_without_an_operation_on_the_device_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """read_value, which Variable.numpy calls, copies to the default device; on a GPU that waits for the step."""
+    weight = tf.Variable(1.0)
+    counter = agreement._counters[0][weight]
+    counter.assign(3)
+
+    def copy(variable: Any) -> None:
+        raise AssertionError("a copy is made on the default device")
+
+    monkeypatch.setattr(type(counter), "read_value", copy)
+    before = agreement.exchange_count()
+    counter.assign_add(4, read_value=False)
+    assert agreement.exchange_count() == before + 4
