@@ -233,6 +233,7 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
 
     A launcher may have bound each rank to different cores. TensorFlow cannot be used for this exchange yet.
     """
+    hvd.gpu_available = _computes_on_gpu
     rank_cores = os.sched_getaffinity(0)
     if started_by.launcher == "none":
         # If built with MPI, Horovod would start MPI for this process alone, which needs a working mpirun.
@@ -248,6 +249,15 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
             hvd.init(process_sets=process_sets)
         return key_value_store.cores_of_host(rank_cores, hvd.local_rank(), hvd.local_size())
     return _initialise_over_mpi(started_by, process_sets, rank_cores)
+
+
+def _computes_on_gpu(_extension: str, _verbose: bool = False) -> bool:
+    """Answer Horovod's question when an Adasum is traced.
+
+    Horovod 0.28.1 would fork this process and ask TensorFlow there. CUDA does not work in a fork of a process that
+    uses it, and the question might never be answered.
+    """
+    return bool(tf.config.get_visible_devices("GPU"))
 
 
 def _initialise_over_mpi(

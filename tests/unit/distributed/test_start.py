@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import horovod.tensorflow as hvd
 import pytest
+import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from horovod_train.distributed import start
@@ -137,3 +139,13 @@ def test_a_hard_limit_that_is_too_low_for_the_ranks_is_said(few_files: int, capl
     assert not caplog.messages, "one rank says so"
     start._allow_open_files(Launch("mpirun", 0, 10**12))
     assert re.search(rf"may open {few_files} files \(ulimit -Hn\); 10+ ranks need 40+512 for", caplog.text)
+
+
+def test_a_traced_adasum_forks_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork(method: str) -> None:
+        raise AssertionError(f"a process is to be started by {method}")
+
+    monkeypatch.setattr("horovod.common.util.multiprocessing.get_context", fork)
+    with start.horovod_alone():
+        exchange = tf.function(lambda values: hvd.allreduce(values, op=hvd.Adasum, name="adasum"))
+        assert exchange.get_concrete_function(tf.TensorSpec([3], tf.float32)).output_shapes == [3]
