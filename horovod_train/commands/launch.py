@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots",
         type=count,
         metavar="N",
-        help="ranks of a host whose number is not said; default: 1. Where each host starts launch: default its GPUs",
+        help="ranks of a host whose number is not said; default: 1. Where each host starts launch: default its GPUs, "
+        "of a config with device.per_rank so many for each rank",
     )
     parser.add_argument(
         "--over",
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         started_by.check()
     meeting = started_by.step
     if isinstance(meeting, Meeting) and meeting.is_one_a_host and meeting.launcher != "launch":
-        plan = _plan_of_member(arguments, meeting)
+        plan = _plan_of_member(arguments, meeting, _program(arguments).gpus_per_rank)
     elif started_by.size > 1 or isinstance(meeting, Meeting):  # a step of one task is a shell in an allocation
         raise UserError(
             f"launch: {started_by.launcher} has started {started_by.size} of it, and each would start ranks. Start the "
@@ -162,14 +163,14 @@ def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
     return Plan(arguments.np, how, lambda words, most, _: start_here(new_meeting(most, "localhost"), 0, most, words))
 
 
-def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting) -> Plan:
+def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting, gpus_per_rank: int) -> Plan:
     """Return the plan where something else has started one launch on each host, which starts that host's ranks."""
     if arguments.hosts is not None or arguments.host_discovery is not None or arguments.over == "mpi":
         raise UserError(
             f"launch: {meeting.launcher} has started {meeting.size} of it, and each starts the ranks of its own host, "
             "which meet over gloo: leave out -H, --host-discovery and --over mpi."
         )
-    slots = arguments.slots or len(list_gpus()) or 1
+    slots = arguments.slots or len(list_gpus()) // gpus_per_rank or 1
     ranks = slots * meeting.size
     if (arguments.np or ranks) != ranks or (arguments.min_np or ranks) != ranks:
         raise UserError(
@@ -233,6 +234,8 @@ class Program(NamedTuple):
     """Where its checkpoints are; None if not known."""
     cut_off_s: float = CUT_OFF_S
     """How long one of its ranks may run after it is cut off from the others."""
+    gpus_per_rank: int = 1
+    """1 for a script, which is not asked."""
 
 
 def _program(arguments: argparse.Namespace) -> Program:
@@ -259,7 +262,8 @@ def _program(arguments: argparse.Namespace) -> Program:
     # A run that was to begin anew has begun; what it has saved since is its own.
     later = [*command, "--resume", "auto"] if resume == "never" else command
     run_dir = Path(config.output_dir) if config.output_dir else None
-    return Program(command, later, run_dir, config.watch.first_step_after_s if config.watch.enabled else CUT_OFF_S)
+    cut_off_s = config.watch.first_step_after_s if config.watch.enabled else CUT_OFF_S
+    return Program(command, later, run_dir, cut_off_s, config.device.per_rank)
 
 
 class Verdict(NamedTuple):

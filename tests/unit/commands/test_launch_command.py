@@ -20,7 +20,9 @@ import psutil
 import pytest
 from conftest import HANGS_AFTER_S, PROJECT, Finished, rank_environment, run_process
 
-from horovod_train.commands.launch import NotEnough, Plan, Program, Supervisor, _program, judge
+from horovod_train.commands import launch as launch_module
+from horovod_train.commands.launch import NotEnough, Plan, Program, Supervisor, _plan_of_member, _program, judge
+from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks
@@ -457,3 +459,24 @@ def test_a_file_system_that_does_not_answer_when_ranks_have_ended_ends_no_launch
 
     monkeypatch.setattr("horovod_train.commands.launch.steps_in", stale)
     assert supervise([OneStart(137, 0), OneStart(0, 0)], PLAN, Program(["x"], ["x"], tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "ranks"),
+    [
+        (8, ["--config", "digits_convnet_plain"], 8),
+        (8, ["--config", "digits_convnet_plain", "device.per_rank=2"], 4),
+        (0, ["--config", "digits_convnet_plain", "device.per_rank=2"], 1),
+        (8, ["sh", "-c", "true"], 8),
+    ],
+)
+def test_a_host_that_starts_launch_has_a_rank_for_the_gpus_that_a_rank_takes(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, words: list[str], ranks: int
+) -> None:
+    monkeypatch.setattr(launch_module, "list_gpus", lambda: dict.fromkeys(range(gpus), "GPU"))
+    monkeypatch.setattr(launch_module, "meeting_of_hosts", lambda meeting, ranks: meeting)
+    arguments = Namespace(
+        words=words, run_dir=None, hosts=None, host_discovery=None, over="auto", slots=None, np=None, min_np=None
+    )
+    meeting = cast(Meeting, Namespace(launcher="an Indexed Job", size=2, rank=0))
+    assert _plan_of_member(arguments, meeting, _program(arguments).gpus_per_rank).ranks == 2 * ranks
