@@ -16,6 +16,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,8 @@ MARK = "GPU_DAY_MARK"
 LEAST_S = 5.0
 """With less time left no step begins."""
 LOG_LINES = 12
+BUILT_FOR = Path(__file__).parents[1] / "wheels" / "built_for.json"
+"""What pack has compiled for; not there in a checkout."""
 PACKAGES = ("horovod_train", "tensorflow", "keras", "horovod", "numpy")
 
 
@@ -90,6 +93,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.cpu or sees_gpu()):
         end("this machine has no NVIDIA GPU (/dev/nvidia0 is missing); --cpu tries the steps without one.")
+    if (
+        not arguments.cpu
+        and BUILT_FOR.exists()
+        and (problem := misfit(json.loads(BUILT_FOR.read_text()), ask_driver()))
+    ):
+        end(problem)
     chosen = [step for step in STEPS if step.name in (arguments.only or names_left(arguments.out, arguments.cpu))]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     steps = [step._replace(limit_s=step.limit_s * arguments.patience) for step in chosen]
@@ -101,6 +110,30 @@ def main() -> None:
 def end(text: str) -> NoReturn:
     print(f"error: gpu_day: {text}", file=sys.stderr)
     sys.exit(2)
+
+
+def ask_driver() -> str:
+    """Return a line "driver, compute capability" for each GPU; "" if the driver does not say."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
+
+
+def misfit(built_for: Found, said: str) -> str:
+    """Return why what was packed does not run on the GPUs of this machine; "" if it does. said: see ask_driver.
+
+    Code for 8.6 runs on 8.6 and later 8.x; for the highest capability later GPUs compile it themselves.
+    """
+    numbers = sorted(built_for["compute_capabilities"])
+    for driver, major, minor in re.findall(r"^(\d+)[\d.]*, (\d+)\.(\d+)$", said, re.MULTILINE):
+        gpu = int(major + minor)
+        if int(driver) < built_for["driver"]:
+            return f"the driver is of branch {driver}; what was packed needs {built_for['driver']} or later."
+        if not any(each <= gpu and (each // 10 == gpu // 10 or each == numbers[-1]) for each in numbers):
+            packed = ",".join(map(str, numbers))
+            return f"the GPU is of compute capability {major}.{minor}, and Horovod was compiled for {packed}. " + (
+                f"Pack again with HOROVOD_BUILD_CUDA_CC_LIST={gpu}."
+            )
+    return ""
 
 
 def names_left(out: Path, cpu: bool) -> list[str]:

@@ -17,6 +17,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+BUILT_FOR=built_for.json
 
 fail() {
     echo "error: gpu_day: $*" >&2
@@ -69,6 +70,9 @@ collect() { # --cpu FOLDER WORK: put into FOLDER all wheels that the machine nee
     fi
     (cd "$work" && "$python" -m horovod_train.main build-horovod --mpi none --cache "$work/cache")
     cp "$work"/cache/horovod-*/*.whl "$wheels/"
+    # CUDA 13 needs a driver of branch 580. gpu_day.py compares with the machine.
+    [[ -n $cpu ]] ||
+        echo "{\"driver\": 580, \"compute_capabilities\": [$HOROVOD_BUILD_CUDA_CC_LIST]}" > "$wheels/$BUILT_FOR"
 }
 
 unpack() { # DIR: check the pieces, and join them into DIR/wheels

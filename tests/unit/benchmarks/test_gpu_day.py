@@ -132,6 +132,25 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "said", "words"),
+    [
+        ([90], "580.65.06, 9.0\n580.65.06, 9.0\n", ""),
+        ([90], "580.65.06, 12.0\n", ""),
+        ([80, 90], "595.1, 8.6\n", ""),
+        ([90], "570.124.06, 9.0\n", "the driver is of branch 570; what was packed needs 580 or later."),
+        ([90], "580.65.06, 8.0\n", "the GPU is of compute capability 8.0, and Horovod was compiled for 90. Pack again"),
+        ([86, 120], "580.65.06, 9.0\n", "with HOROVOD_BUILD_CUDA_CC_LIST=90."),
+        ([86, 90], "580.65.06, 8.0\n", "with HOROVOD_BUILD_CUDA_CC_LIST=80."),
+        ([90], "No devices were found\n", ""),
+        ([90], "", ""),
+    ],
+)
+def test_what_was_packed_for_other_gpus_or_drivers_is_said_first(numbers: list[int], said: str, words: str) -> None:
+    problem = gpu_day.misfit({"driver": 580, "compute_capabilities": numbers}, said)
+    assert (words in problem, bool(problem)) == (True, bool(words))
+
+
 def test_results_with_and_without_a_gpu_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.json").write_text('{"cpu": true, "steps": {"doctor": {"status": "ok"}}}')
     assert gpu_day.names_left(tmp_path, cpu=True) == [step.name for step in gpu_day.STEPS if step.name != "doctor"]
