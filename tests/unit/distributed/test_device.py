@@ -118,7 +118,7 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
     assert device.host_summary == "6 GPUs; 16 cores for 2 ranks of this host"
 
 
-UNSEEN = ({}, {0: "GPU-aa", 1: "GPU-bb"})
+UNSEEN: tuple[dict[int, str], ...] = ({}, {0: "GPU-aa", 1: "GPU-bb"})
 """What the driver lists, where TensorFlow sees no GPU."""
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod_train.commands import doctor_checks
 from horovod_train.distributed import horovod_info, objects, start
 from horovod_train.distributed.device import Device
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import PRESCALES, are_sums_of_group, group_values, judge_group
 from horovod_train.errors import RunError, UserError
 
@@ -21,7 +22,9 @@ Sums = list[list[np.ndarray]]
 
 def right_sums(size: int) -> Sums:
     by_rank = [group_values(rank) for rank in range(size)]
-    return [[np.float32(prescale) * sum(parts) for parts in zip(*by_rank, strict=True)] for prescale in PRESCALES]
+    return [
+        [np.float32(prescale) * np.sum(parts, axis=0) for parts in zip(*by_rank, strict=True)] for prescale in PRESCALES
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 300])
@@ -81,7 +84,7 @@ def test_a_run_on_gpus_with_wrong_sums_does_not_start(monkeypatch: pytest.Monkey
 
 
 def test_an_exchange_that_fails_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = start.WorkerGroup(0, 2, 0, 2, "srun", "NCCL", ("a", "a"), ())
+    group: Any = WorkerGroup(0, 2, 0, 2, "srun", "NCCL", ("a", "a"), ())
 
     def fail_with(text: str) -> None:
         def sums_of_group(rank: int) -> Sums:
