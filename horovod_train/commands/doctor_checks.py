@@ -35,7 +35,7 @@ from horovod_train.distributed.horovod_info import (
     mpi_place,
     scheduler_tasks,
 )
-from horovod_train.distributed.launch.local import list_gpus
+from horovod_train.distributed.launch.local import driver_gpus, list_gpus
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
@@ -157,7 +157,26 @@ def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     visible = len(tf.config.list_physical_devices("GPU"))
-    return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible)))
+    found = judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible)))
+    alone = judge_sight(group.gather((group.hosts[group.rank], mine, len(driver_gpus()))))
+    return alone if found.level == "ok" and alone is not None else found
+
+
+def judge_sight(rows: Sequence[tuple[str, tuple[str, ...], int]]) -> CheckResult | None:
+    """Return a warning if ranks of a host do not see each other's GPUs, even those that CUDA_VISIBLE_DEVICES hides.
+
+    rows: for each rank its host, its GPUs, and how many the driver lists. NCCL looks for NVLink between GPUs that the
+    process sees: NVIDIA/nccl issue 1066.
+    """
+    hosts = Counter(host for host, *_ in rows)
+    for host, uuids, listed_count in rows:
+        if uuids and hosts[host] > 1 and listed_count == len(uuids):
+            text = f"each of the {hosts[host]} ranks on {host} sees its own GPU alone, so NCCL may not find NVLink"
+            do = (
+                "Ask for the GPUs of a host, not of a task: srun --gpus-per-node=N --ntasks-per-node=N --gpu-bind=none."
+            )
+            return warning("devices", text, do, {"gpus": [list(uuids) for _, uuids, _ in rows]})
+    return None
 
 
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
@@ -171,7 +190,9 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
     for rank, (host, uuids, _, _) in enumerate(rows):
         for uuid in uuids:
             if (first_rank := holders.setdefault((host, uuid), rank)) != rank:
-                fix = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
+                fix = (
+                    "Start at most one rank for each GPU, and have each task see all of its host: srun --gpu-bind=none."
+                )
                 return fail("devices", f"ranks {first_rank} and {rank} on {host} share GPU {uuid}", fix, facts)
     on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
     if on_gpu == 0:

@@ -49,7 +49,7 @@ def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int 
         advice = f"Start at most {max_ranks} ranks on a host" if max_ranks else "Lower device.per_rank"
         raise UserError(
             f"{local_size} ranks on this host see {gpu_count} GPUs; expected {needed} for each rank. "
-            f"{advice}, have the scheduler give each task its own (srun --gpus-per-task={per_rank}), or hide the GPUs "
+            f"{advice}, ask the scheduler for more (srun --gpus-per-node={local_size * per_rank}), or hide the GPUs "
             "with CUDA_VISIBLE_DEVICES=."
         )
     return range(local_rank * per_rank, (local_rank + 1) * per_rank)

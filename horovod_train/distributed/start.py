@@ -203,7 +203,8 @@ def check_devices(group: WorkerGroup) -> None:
             if holder != rank:
                 raise UserError(
                     f"ranks {holder} and {rank} on {host} would both use GPU {key}; expected one GPU for "
-                    "each rank. Ask the scheduler for one GPU a task, or start fewer ranks there."
+                    "each rank. Have each task see all GPUs of its host (srun --gpus-per-node=N --gpu-bind=none), "
+                    "or start fewer ranks there."
                 )
 
 

@@ -151,17 +151,22 @@ def visible_gpus() -> list[str] | None:
 
 def list_gpus() -> dict[int, str]:
     """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
-    names = visible_gpus()  # the driver lists hidden ones too
-    if names == [] or shutil.which("nvidia-smi") is None:  # all hidden: ranks are to compute on CPU
+    names = visible_gpus()
+    listed = {} if names == [] else driver_gpus()  # all hidden: ranks are to compute on CPU
+    visible = listed.values() if names is None else [find_uuid(name, listed) for name in names]
+    return {index: uuid for index, uuid in listed.items() if uuid in visible}
+
+
+def driver_gpus() -> dict[int, str]:
+    """Return the same with those that CUDA_VISIBLE_DEVICES hides. A scheduler's cgroups may hide further ones."""
+    if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return {}
-    listed = parse_gpus(finished.stdout) if finished.returncode == 0 else {}
-    visible = listed.values() if names is None else [find_uuid(name, listed) for name in names]
-    return {index: uuid for index, uuid in listed.items() if uuid in visible}
+    return parse_gpus(finished.stdout) if finished.returncode == 0 else {}
 
 
 def find_uuid(name: str, uuids: Mapping[int, str]) -> str | None:

@@ -21,6 +21,7 @@ from horovod_train.commands.doctor_checks import (
     judge_devices,
     judge_file_system,
     judge_network,
+    judge_sight,
     judge_speed,
     judge_threads,
 )
@@ -49,6 +50,26 @@ def test_one_gpu_for_each_rank(rows: list[tuple[str, tuple[str, ...], int, int]]
     found = judge_devices(rows)
     assert (found.level, text in found.text) == (level, True), found
     assert bool(found.do) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("rows", "warns"),
+    [
+        ([("a", ("GPU-aa",), 1), ("a", ("GPU-bb",), 1)], True),
+        ([("a", ("GPU-aa", "GPU-bb"), 2), ("a", ("GPU-cc", "GPU-dd"), 2)], True),
+        ([("a", ("GPU-aa",), 2), ("a", ("GPU-bb",), 2)], False),
+        ([("a", ("GPU-aa",), 1), ("b", ("GPU-bb",), 1)], False),
+        ([("a", (), 0), ("a", (), 0)], False),
+    ],
+)
+def test_ranks_that_do_not_see_each_others_gpus_may_go_without_nvlink(
+    rows: list[tuple[str, tuple[str, ...], int]], warns: bool
+) -> None:
+    found = judge_sight(rows)
+    assert (found is not None) == warns
+    if found:
+        assert found.level == "warning"
+        assert "--gpu-bind=none" in found.do
 
 
 @pytest.mark.parametrize(

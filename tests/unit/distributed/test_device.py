@@ -75,6 +75,7 @@ def test_what_a_script_has_set_before_it_pins_stays() -> None:
     ("gpu_count", "local_size", "per_rank", "message"),
     [
         (2, 4, 1, "4 ranks on this host see 2 GPUs; expected one GPU for each rank. Start at most 2 ranks on a host"),
+        (2, 4, 1, "ask the scheduler for more (srun --gpus-per-node=4), or"),
         (3, 2, 2, "2 ranks on this host see 3 GPUs; expected 2 GPUs (device.per_rank) for each rank. Start at most 1"),
         (1, 1, 2, "1 ranks on this host see 1 GPUs; expected 2 GPUs (device.per_rank) for each rank. Lower device.per"),
     ],
