@@ -33,6 +33,7 @@ from horovod_train.distributed import device, objects
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import group_problem
 from horovod_train.distributed.launch import key_value_store, launcher, network, tuning
+from horovod_train.distributed.launch.local import list_slices
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
 from horovod_train.host import boot_id, usable_cores
@@ -180,6 +181,7 @@ def form_group(started: StartedProcess, rank_device: device.Device, *, determini
     )
     with group.raise_together():
         check_devices(group)
+        check_slices(group)
     if group.exchange == "NCCL" and group.size > 1:
         problem = group_problem(group)
         with group.raise_together():
@@ -206,6 +208,22 @@ def check_devices(group: WorkerGroup) -> None:
                     "each rank. Have each task see all GPUs of its host (srun --gpus-per-node=N --gpu-bind=none), "
                     "or start fewer ranks there."
                 )
+
+
+def check_slices(group: WorkerGroup) -> None:
+    """Raise UserError if ranks of this host have slices of one GPU, for NCCL. Asks the driver only if there are any."""
+    here = [rank for rank, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
+    slices = [(rank, key) for rank in here for key in group.devices[rank].gpu_keys if key.startswith("MIG-")]
+    if len({rank for rank, _ in slices}) < 2 or not hvd.nccl_built():
+        return
+    parents, holders = list_slices(), dict[str, int]()
+    for rank, key in slices:
+        holder = holders.setdefault(parents.get(key, key), rank)
+        if holder != rank:
+            raise UserError(
+                f"ranks {holder} and {rank} on {group.hosts[rank]} have slices (MIG) of one GPU, {parents[key]}, between "
+                "which NCCL does not exchange. Start one rank for each GPU, or take a Horovod without NCCL."
+            )
 
 
 @contextmanager

@@ -183,6 +183,28 @@ def parse_gpus(text: str) -> dict[int, str]:
     return {int(index): uuid for index, uuid in rows}
 
 
+def list_slices() -> dict[str, str]:
+    """Return the UUID of its GPU for each slice (MIG) that this process may use, by the slice's UUID."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    try:
+        finished = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_slices(finished.stdout)
+
+
+def parse_slices(text: str) -> dict[str, str]:
+    """Parse the lines of `nvidia-smi -L`: `GPU 0: … (UUID: GPU-5a…)`, each before those of its slices, `MIG …`."""
+    slices, gpu = {}, ""
+    for kind, uuid in re.findall(r"^\s*(GPU|MIG) .*\(UUID: (\S+)\)\s*$", text, re.MULTILINE):
+        if kind == "GPU":
+            gpu = uuid
+        else:
+            slices[uuid] = gpu
+    return slices
+
+
 def start_program(
     command: Sequence[str], environment: Mapping[str, str] | None = None, *, own_session: bool = False
 ) -> subprocess.Popen[str]:

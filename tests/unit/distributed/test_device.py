@@ -265,6 +265,46 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
             check_devices(group)
 
 
+SLICES = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa)
+  MIG 3g.20gb     Device  0: (UUID: MIG-a0)
+  MIG 3g.20gb     Device  1: (UUID: MIG-a1)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bb)
+  MIG 7g.40gb     Device  0: (UUID: MIG-b0)
+GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-cc)
+"""
+
+
+def test_slices_are_read_with_their_gpus() -> None:
+    assert local.parse_slices(SLICES) == {"MIG-a0": "GPU-aa", "MIG-a1": "GPU-aa", "MIG-b0": "GPU-bb"}
+    assert local.parse_slices("No devices found.\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts", "nccl", "is_refused"),
+    [
+        (("MIG-a0", "MIG-a1"), "aa", 23203, True),
+        (("MIG-a0", "MIG-b0"), "aa", 23203, False),
+        (("MIG-a0", "MIG-a1"), "ab", 23203, False),
+        (("MIG-a0", "MIG-a1"), "aa", 0, False),
+        (("MIG-x", "MIG-y"), "aa", 23203, False),  # the driver does not list them
+    ],
+)
+def test_two_slices_of_one_gpu_are_refused_for_nccl(
+    monkeypatch: pytest.MonkeyPatch, keys: tuple[str, str], hosts: str, nccl: int, is_refused: bool
+) -> None:
+    from horovod_train.distributed.group import WorkerGroup
+
+    monkeypatch.setattr(start, "list_slices", lambda: local.parse_slices(SLICES))
+    monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
+    devices = tuple(Device("GPU", "", (key,), ("GPU:0",)) for key in keys)
+    group = WorkerGroup(0, 2, 0, 2, "srun", "NCCL", tuple(hosts), devices)
+    if is_refused:
+        with pytest.raises(UserError, match=r"ranks 0 and 1 on a have slices \(MIG\) of one GPU, GPU-aa, between"):
+            start.check_slices(group)
+    else:
+        start.check_slices(group)
+
+
 @pytest.mark.parametrize(("cores", "local_size", "expected"), [(2, 1, 2), (2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
 def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expected: int) -> None:
     assert share_of_cores(cores, local_size) == expected
