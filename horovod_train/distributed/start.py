@@ -221,8 +221,8 @@ def check_slices(group: WorkerGroup) -> None:
         holder = holders.setdefault(parents.get(key, key), rank)
         if holder != rank:
             raise UserError(
-                f"ranks {holder} and {rank} on {group.hosts[rank]} have slices (MIG) of one GPU, {parents[key]}, between "
-                "which NCCL does not exchange. Start one rank for each GPU, or take a Horovod without NCCL."
+                f"ranks {holder} and {rank} on {group.hosts[rank]} have slices (MIG) of one GPU, {parents[key]}, "
+                "between which NCCL does not exchange. Start one rank for each GPU, or take a Horovod without NCCL."
             )
 
 
