@@ -78,7 +78,7 @@ def test_what_is_drawn_or_written_passes_the_one_place_for_it() -> None:
         "settings.py",
         "build_horovod.py",
         "callbacks.py",
-        "profile.py",
+        "tensorboard.py",
     }
     assert prints == of_ours_or_json
 
