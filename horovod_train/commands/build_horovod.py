@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.cache or cache_folder()).absolute() / name
     if _wheel_in(folder):
         print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
-        problem = _install(folder, mpi, gpu)
+        problem = _install(folder, mpi)
         if not problem:
             return 0
         print(f"that one does not load here ({problem}): compiling it anew", flush=True)
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"build-horovod: {problem}")
     _make_room(folder)
     _compile(folder, environment)
-    if problem := _install(folder, mpi, gpu):
+    if problem := _install(folder, mpi):
         raise RunError(f"build-horovod: the compiled Horovod does not load: {problem}. It is in {folder}.")
     return 0
 
@@ -228,11 +228,8 @@ def _write_prefix(mpi: str) -> None:
         write_atomically(Path(sysconfig.get_path("purelib"), PREFIX_FILE.what), PREFIX_LINES, PREFIX_FILE)
 
 
-def _install(folder: Path, mpi: str, gpu: str) -> str:
-    """Install the wheel and what it needs; return what went wrong, "" if nothing did.
-
-    gpu: as HOROVOD_GPU_OPERATIONS; with NCCL the wheel must have it.
-    """
+def _install(folder: Path, mpi: str) -> str:
+    """Install the wheel and what it needs; return what went wrong, "" if nothing did."""
     _write_prefix(mpi)
     wheel = str(_wheel_in(folder))
     # By force, because another build has the same version. The second call installs what Horovod needs.
@@ -240,13 +237,8 @@ def _install(folder: Path, mpi: str, gpu: str) -> str:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options, wheel]
         if problem := _problem(command):
             return problem
-    parts = ["gloo", *["mpi"] * (mpi != "none"), *["nccl"] * (gpu == "NCCL")]
-    code = (
-        "import sys, horovod.tensorflow as hvd\n"
-        f"lacking = [part for part in {parts} if not getattr(hvd, part + '_built')()]\n"
-        "sys.exit(f'it lacks {lacking}' if lacking else 0)"
-    )
-    return _problem([sys.executable, "-c", code])
+    built = "gloo_built() and hvd.mpi_built()" if mpi != "none" else "gloo_built()"
+    return _problem([sys.executable, "-c", f"import horovod.tensorflow as hvd; assert hvd.{built}"])
 
 
 def _problem(command: list[str]) -> str:

@@ -128,17 +128,6 @@ def test_an_older_environment_gets_the_new_prefix_without_a_build(
     assert (tmp_path / build_horovod.PREFIX_FILE.what).read_text() == build_horovod.PREFIX_LINES
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [("", ""), ("NCCL", "it lacks ['nccl']")])
-def test_a_build_that_has_found_no_nccl_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, expected: str
-) -> None:
-    """The Horovod that is installed here stands for the one that was compiled."""
-    look = build_horovod._problem
-    monkeypatch.setattr(build_horovod, "_problem", lambda command: "" if "pip" in command else look(command))
-    (tmp_path / "horovod.whl").touch()
-    assert build_horovod._install(tmp_path, "none", gpu) == expected
-
-
 def test_comments_of_the_script_do_not_shape_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = build_horovod.SCRIPT.read_text()
     before = build_horovod._shape({})
