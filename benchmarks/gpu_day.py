@@ -115,7 +115,10 @@ def end(text: str) -> NoReturn:
 def ask_driver() -> str:
     """Return a line "driver, compute capability" for each GPU; "" if the driver does not say."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def misfit(built_for: Found, said: str) -> str:

@@ -170,7 +170,7 @@ def judge_sight(rows: Sequence[tuple[str, tuple[str, ...], int]]) -> CheckResult
     """
     hosts = Counter(host for host, *_ in rows)
     for host, uuids, listed_count in rows:
-        if uuids and hosts[host] > 1 and listed_count == len(uuids):
+        if uuids and hosts[host] > 1 and listed_count == len(uuids) and not uuids[0].startswith("MIG-"):
             text = f"each of the {hosts[host]} ranks on {host} sees its own GPU alone, so NCCL may not find NVLink"
             do = (
                 "Ask for the GPUs of a host, not of a task: srun --gpus-per-node=N --ntasks-per-node=N --gpu-bind=none."

@@ -12,6 +12,7 @@ the MPI operator in its place: its launcher runs `launch` over the hosts that th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import secrets
@@ -147,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         memory=arguments.memory,
         volumes=volumes,
         workdir=arguments.workdir or (volumes[0].path if volumes else None),
-        save_within_s=int(arguments.save_within),
+        save_within_s=math.ceil(arguments.save_within),
         max_restarts=arguments.max_restarts,
         config_texts=texts,
         arguments=["--config", *words, *overrides, "--output-dir", output_dir],

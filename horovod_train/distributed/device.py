@@ -80,7 +80,7 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
 
     Warns, on one rank of a host, if there are GPUs that TensorFlow does not see: the ranks then compute on CPU.
 
-    host_cores: see cores.usable_cores.
+    host_cores: see host.usable_cores.
     """
     gpus = tf.config.list_physical_devices("GPU")
     rank_gpus = [gpus[index] for index in choose_gpus(len(gpus), local_rank, local_size, config.per_rank)]

@@ -26,13 +26,11 @@ from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
 
-# After Horovod's message, those of the libraries below it: gloo names its source file, NCCL has one text for a lost
-# rank and one for what it finds between its calls. Its other texts are of this rank's own GPU, network or settings.
-_CONNECTION_LOSS = re.compile(
-    r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|remote process exited or there was a network error"
-    r"|NCCL async error|\bcudaEventQuery failed"
-)
 _OF_NCCL = re.compile(r"\bnccl\w+ failed|NCCL async error")
+# After Horovod's message, those of the libraries below it; gloo names its source file.
+_CONNECTION_LOSS = re.compile(
+    rf"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|{_OF_NCCL.pattern}|\bcudaEventQuery failed"
+)
 
 
 @dataclass(frozen=True)
@@ -211,12 +209,15 @@ def check_have_gradients(variables: Sequence[Any]) -> None:
 
 
 def is_connection_loss(error: BaseException) -> bool:
-    """Return whether the error only says that another rank has gone: Horovod shuts down; the cause is elsewhere."""
+    """Return whether the error may only say that another rank has gone: Horovod shuts down; the cause is elsewhere.
+
+    Where none has gone, an error of NCCL is of this rank's own GPU, network or settings; see `is_of_nccl`.
+    """
     is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
     return is_from_horovod and bool(_CONNECTION_LOSS.search(str(error)))
 
 
 def is_of_nccl(error: BaseException) -> bool:
-    """Return whether the error is NCCL's. With a lost rank it may have any of NCCL's texts."""
+    """Return whether the error is NCCL's, whose texts do not tell a lost rank from a fault of this one."""
     is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
     return is_from_horovod and bool(_OF_NCCL.search(str(error)))

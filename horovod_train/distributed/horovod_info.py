@@ -16,8 +16,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.distributed.group import WorkerGroup, is_connection_loss
-from horovod_train.errors import RunError, one_line
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import UserError
 
 
 class Build(NamedTuple):
@@ -174,16 +174,20 @@ def compute_capabilities() -> list[str]:
 def group_problem(group: WorkerGroup) -> str | None:
     """Collective: sum tensors that Horovod exchanges together; return what is wrong, alike on all ranks, if anything.
 
-    Raises RunError, on this rank alone, if the exchange fails here for a reason of its own.
+    It may be the first exchange between devices, which hangs where they do not reach each other: the watchdog must run.
     """
-    try:
-        with group.heartbeat.phase("exchange"):
-            is_right = are_sums_of_group(sums_of_group(group.rank), group.size)
-    except tf.errors.OpError as error:
-        if is_connection_loss(error):
-            raise
-        raise RunError(f"the first exchange between devices failed: {one_line(error)}.") from error
+    with group.heartbeat.phase("exchange"):
+        is_right = are_sums_of_group(sums_of_group(group.rank), group.size)
     return judge_group(group.gather((is_right, compute_capabilities())))
+
+
+def check_sums(group: WorkerGroup) -> None:
+    """Collective, on GPUs: raise UserError if Horovod's own kernels do not run on them, which it would not notice."""
+    if group.size > 1 and hvd.cuda_built() and any(device.gpu_keys for device in group.devices):
+        problem = group_problem(group)
+        with group.raise_together():
+            if problem:
+                raise UserError(problem)
 
 
 def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> str | None:

@@ -31,7 +31,6 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed import device, objects
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.horovod_info import group_problem
 from horovod_train.distributed.launch import key_value_store, launcher, network, tuning
 from horovod_train.distributed.launch.local import list_slices
 from horovod_train.distributed.optimizer import SMALL_BYTES
@@ -161,8 +160,7 @@ def _library(started_by: launcher.Launch) -> tuning.Library:
 def form_group(started: StartedProcess, rank_device: device.Device, *, deterministic: bool = False) -> WorkerGroup:
     """Collective: learn which ranks there are, as the last part of `start`.
 
-    rank_device: this rank's device. Raises UserError if ranks of one host would share a GPU, or if Horovod's kernels do
-    not run on the GPUs.
+    rank_device: this rank's device. Raises UserError if ranks of one host would share a GPU.
     """
     if deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -182,11 +180,6 @@ def form_group(started: StartedProcess, rank_device: device.Device, *, determini
     with group.raise_together():
         check_devices(group)
         check_slices(group)
-    if group.exchange == "NCCL" and group.size > 1:
-        problem = group_problem(group)
-        with group.raise_together():
-            if problem:
-                raise UserError(problem)
     return group
 
 

@@ -31,6 +31,7 @@ from horovod_train.data.dataset import Records, class_names
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RunError, UserError, one_line
@@ -166,6 +167,7 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
     no_log = RankLog()
     with RunEnd(group, no_log, open_watchdog(group, no_log, config.watch)) as run_end:
+        check_sums(group)
         model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
             about: tuple[Any, ...] = ()

@@ -20,7 +20,7 @@ from horovod.common.elastic import State, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from horovod_train.distributed import objects, start
-from horovod_train.distributed.group import as_tf_variable, is_connection_loss, is_of_nccl
+from horovod_train.distributed.group import as_tf_variable, is_connection_loss
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
@@ -84,7 +84,7 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
             # Nothing to restore: State.commit has saved the state, and check_host_updates alone leaves it as it is.
             reason, changed_at = "the hosts have changed", changed_at or time.monotonic()
         except Exception as error:
-            is_loss = isinstance(error, HorovodInternalError) or is_connection_loss(error) or is_of_nccl(error)
+            is_loss = isinstance(error, HorovodInternalError) or is_connection_loss(error)
             if not is_loss:
                 raise
             failures += 1

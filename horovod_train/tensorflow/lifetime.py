@@ -21,6 +21,7 @@ import tensorflow as tf
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.device import Device, chosen_before
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, form_group, start_process
 from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
@@ -206,6 +207,7 @@ class _Watch:
         log = RankLog()
         self.run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
         atexit.register(self.run_end.close)
+        check_sums(group)
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Show the exception that ends the script, unless another rank's has ended it; note the exit code.

@@ -44,6 +44,7 @@ from horovod_train.data.stream import StreamPipeline, open_stream
 from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import forget_timeline, start, suit_cycle, timeline_environment
 from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
@@ -222,6 +223,7 @@ def open_run(config: Config) -> Iterator[Run]:
         signals = stack.enter_context(collected_signals())
         run_end = stack.enter_context(RunEnd(group, log_file, open_watchdog(group, log_file, config.watch)))
         stack.enter_context(closing(lease))  # a run that fails gives it up before the run's end
+        check_sums(group)
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
             saved = config.checkpoint

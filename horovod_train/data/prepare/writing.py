@@ -71,7 +71,7 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
         check(place, DATASET)
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
-    logs.load_tensorflow()
+    logs.load_tensorflow(on_cpu=True)
     try:
         with _new_draft(place) as draft:
             counts = _write_splits(draft, schema, splits, encode, shards)

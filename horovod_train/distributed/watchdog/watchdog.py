@@ -233,10 +233,11 @@ class RunEnd:
         if isinstance(error, FailedElsewhere):
             self._record_end("followed", error.exit_code, error=str(error))
             return error.exit_code
+        may_be_own = is_of_nccl(error)
         if is_connection_loss(error):
             self._log.write_traceback(error, "lost")
             cause = self._watchdog.find_cause()
-            if cause is not None or not is_of_nccl(error):
+            if cause is not None or not may_be_own:
                 return self._follow(cause)
             # No rank has gone, so the error is this rank's own.
         else:
@@ -248,14 +249,15 @@ class RunEnd:
                 to_stderr(line)
             else:
                 traceback_to_stderr(error)
-                if is_of_nccl(error):
+                if may_be_own:
                     to_stderr(f"error: {text}")
             # So that the user reads this first, before other ranks say that this one has failed.
             time.sleep(_READ_WITHIN_S)
             hint = f"; see {self._log.name}" if self._log.name else ""
             self._watchdog.announce_cause(Cause(self._group.rank, f"failed: {text.rstrip('.')}{hint}", exit_code))
             return exit_code
-        cause = self._watchdog.find_cause()
+        # Ranks that have looked for a cause already must end in time; the rank that speaks has the same error.
+        cause = None if may_be_own else self._watchdog.find_cause()
         if cause is None or text.rstrip(".") not in cause.what:
             self._follow(cause)
         return exit_code

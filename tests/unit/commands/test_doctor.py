@@ -60,6 +60,7 @@ def test_one_gpu_for_each_rank(rows: list[tuple[str, tuple[str, ...], int, int]]
         ([("a", ("GPU-aa",), 2), ("a", ("GPU-bb",), 2)], False),
         ([("a", ("GPU-aa",), 1), ("b", ("GPU-bb",), 1)], False),
         ([("a", (), 0), ("a", (), 0)], False),
+        ([("a", ("MIG-aa",), 1), ("a", ("MIG-bb",), 1)], False),  # the driver lists whole GPUs
     ],
 )
 def test_ranks_that_do_not_see_each_others_gpus_may_go_without_nvlink(

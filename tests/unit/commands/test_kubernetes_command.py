@@ -38,6 +38,11 @@ def test_a_job_is_as_kubernetes_schemas_want_it(capsys: pytest.CaptureFixture[st
     assert len({manifest["metadata"]["name"] for manifest in manifests}) == 1
 
 
+def test_a_part_of_a_second_is_time_to_save(capsys: pytest.CaptureFixture[str]) -> None:
+    job = printed(capsys, "--save-within", "0.5")[-1]
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 1  # 0 would kill the pods at once
+
+
 def test_the_schemas_refuse_what_is_none_of_theirs(capsys: pytest.CaptureFixture[str]) -> None:
     job = printed(capsys)[-1]
     job["spec"]["completionsMode"] = "Indexed"

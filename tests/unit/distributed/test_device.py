@@ -193,11 +193,11 @@ def test_a_lost_gpu_does_not_keep_the_others_from_starting() -> None:
         ("Horovod has been shut down. This was caused by an exception on one of the ranks", True),
         ("ncclCommInitRank failed: remote process exited or there was a network error", True),
         ("ncclAllReduce failed: remote process exited or there was a network error", True),
-        ("ncclCommInitRank failed: unhandled system error (run with NCCL_DEBUG=INFO for details)", False),
-        ("ncclCommInitRank failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", False),
-        ("ncclCommInitRank failed: internal error - please report this issue to the NCCL developers", False),
-        ("ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN for details)", False),
-        ("ncclAllReduce failed: invalid argument (run with NCCL_DEBUG=WARN for details)", False),
+        ("ncclCommInitRank failed: unhandled system error (run with NCCL_DEBUG=INFO for details)", True),
+        ("ncclCommInitRank failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", True),
+        ("ncclCommInitRank failed: internal error - please report this issue to the NCCL developers", True),
+        ("ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN for details)", True),
+        ("ncclAllReduce failed: invalid argument (run with NCCL_DEBUG=WARN for details)", True),
         ("NCCL async error: remote process exited or there was a network error", True),
         ("cudaEventQuery failed: unspecified launch failure", True),
         ("cudaMalloc failed: out of memory", False),
@@ -209,7 +209,7 @@ def test_the_loss_of_another_rank_is_known_by_what_the_libraries_say(text: str, 
 
     error = tf.errors.UnknownError(None, None, text)
     assert is_connection_loss(error) is expected
-    assert is_of_nccl(error) == text.lower().startswith("nccl")  # elastic ranks take each of these for a loss
+    assert is_of_nccl(error) == text.lower().startswith("nccl")
 
 
 def test_a_host_whose_gpus_are_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,6 +290,18 @@ def test_an_error_of_nccl_is_shown_where_no_rank_has_gone(
     assert cause.what.startswith(f"failed: {own}")
 
 
+@pytest.mark.parametrize(("text", "_"), NCCL_TEXTS)
+def test_where_a_rank_has_gone_no_text_of_nccl_is_the_ranks_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, _: str
+) -> None:
+    watchdog = NoCause()
+    monkeypatch.setattr(watchdog, "find_cause", lambda: Cause(0, "disappeared: killed or out of memory?", 1))
+    with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), RankLog(), watchdog):  # type: ignore[arg-type]
+        raise nccl_error(text)
+    assert capfd.readouterr().err == "stopped: rank 0 (here) disappeared: killed or out of memory?\n"
+    assert not watchdog.announced
+
+
 def test_that_horovod_has_been_shut_down_says_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), RankLog(), NoCause()):  # type: ignore[arg-type]
         raise tf.errors.UnknownError(None, None, "Horovod has been shut down. This was caused by an exception on one …")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ from horovod_train.config.settings import ModelSpec, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.fine_tuning import Freezing
-from horovod_train.training.hooks import StopReason, at, every, load_hooks
+from horovod_train.training.hooks import StopReason, at, every, failing_as, load_hooks
 from horovod_train.training.hooks.evaluate import _evaluate_all, build_callback_hooks, end_callbacks, tell
 from horovod_train.training.run import DONE, _call_at_end
 from horovod_train.training.state import Averages
@@ -95,6 +96,18 @@ def called_at_end(
     parts = SimpleNamespace(users_hooks=users, callbacks=SimpleNamespace(train_ended_at=told_at), last_step=last)
     _call_at_end(SimpleNamespace(parts=parts), 9, hooks, stop)  # type: ignore[arg-type]
     return called
+
+
+@pytest.mark.parametrize(
+    "text", ["Horovod has been shut down", "ncclAllReduce failed: unhandled system error (run with NCCL_DEBUG=INFO)"]
+)
+def test_what_an_exchange_ends_with_in_users_code_is_raised_as_it_is(text: str) -> None:
+    """Before the first step, too: as a mistake of the user it would end with 2, and not be started again."""
+    run = SimpleNamespace(group=SimpleNamespace(heartbeat=SimpleNamespace(has_stepped=False)))
+    with pytest.raises(tf.errors.UnknownError, match=f"^{re.escape(text)}"), failing_as(run, "hooks: a:b", "at step 0"):
+        raise tf.errors.UnknownError(None, None, text)
+    with pytest.raises(UserError, match=r"^hooks: a:b failed at step 0: "), failing_as(run, "hooks: a:b", "at step 0"):
+        raise ValueError("mine")
 
 
 def test_hooks_at_the_end_are_those_of_how_a_run_ends() -> None:
