@@ -51,6 +51,7 @@ def test_the_example_for_model_fit_keeps_ranks_equal(finished: Finished) -> None
     assert len(re.findall(r"^\[0\].*loss: ", finished.stdout, re.MULTILINE)) == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_runs_out_of_data_ends_all_with_its_number(finished: Finished) -> None:
     assert finished.returncode != 0
     assert "error: model.fit: rank 1 has taken 3 of 4 batches in epoch 1: its data ended" in finished.text

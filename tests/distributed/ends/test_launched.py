@@ -85,6 +85,7 @@ def process_of(out: Path, rank: int) -> psutil.Process:
     return psutil.Process(int(re.findall(r", process (\d+) on ", log)[-1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "rank"), [("gloo", 1), pytest.param("mpi", 0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_costs_no_bit_of_the_result(
     config: Path, undisturbed: str, tmp_path: Path, way: str, rank: int

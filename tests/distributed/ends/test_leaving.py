@@ -121,6 +121,7 @@ def undisturbed(config: Path, run_dir: Path, np: int, *words: str, steps: int) -
     return str(summary_of(run_dir)["weights_sha256"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names", [("save",), pytest.param(("first compile", "step", "evaluation", "save"), marks=pytest.mark.exhaustive)]
 )

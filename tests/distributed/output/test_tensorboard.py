@@ -223,6 +223,7 @@ def test_a_run_is_the_same_to_the_bit_with_all_of_it_and_without(with_and_withou
         assert all(row["loss"] == other["loss"] and row["accuracy"] == other["accuracy"] for row, other in pairs)
 
 
+@pytest.mark.long
 def test_nothing_is_written_when_it_is_off(with_and_without: tuple[Path, Path]) -> None:
     shown, plain = with_and_without
     assert (shown / "tensorboard" / "plugins" / "profile" / "step-000000005").exists()

@@ -29,7 +29,7 @@ CORE = {
     ],
     3: [
         *("plain", "mask, mean_with_sample_weight, weights", "own train_step, weights"),
-        *("BatchNormalization, synchronised, accumulated", "layer with a counter, local"),
+        "layer with a counter, local",
     ],
 }
 """By ranks. One has those that ranks have no part in, or that are of a kind that three have."""
@@ -37,6 +37,7 @@ LONG = {
     3: [
         *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
         *("metrics of states that are no sums", "XLA, mask", "loss of losses", "own compute_loss, private sum"),
+        "BatchNormalization, synchronised, accumulated",
     ]
 }
 

@@ -144,6 +144,7 @@ def test_what_one_rank_cannot_do_ends_all_with_its_words(rank_facts: RankFacts, 
     assert {facts["together"] for facts in others} == {"elsewhere: 2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_stock_horovod_lets_ranks_drift_apart(rank_facts: RankFacts, launcher: str, np: int) -> None:
     ranks = rank_facts("optimizers", launcher, np)

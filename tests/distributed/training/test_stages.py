@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, metrics_of, run_process, summary_of, train
 
+pytestmark = pytest.mark.long
 WAYS = [pytest.param("none", 1, marks=pytest.mark.exhaustive), ("srun", 2)]
 
 
@@ -69,7 +70,6 @@ def test_a_mask_crosses_the_cut(rank_facts: RankFacts) -> None:
     assert facts["masked_cut"] != facts["unmasked"]
 
 
-@pytest.mark.long
 def test_a_saved_cut_model_is_a_plain_one(rank_facts: RankFacts, tmp_path: Path) -> None:
     facts = rank_facts("staged", "srun", 2)[0]
     script = f"""
@@ -179,7 +179,6 @@ def test_a_checkpoint_of_stages_goes_on_uncut_on_one_rank(
     assert summary_of(run_dir)["steps"] == 130
 
 
-@pytest.mark.long
 def test_devices_without_a_stage_are_refused_before_training(mlp_samples: list[str], tmp_path: Path) -> None:
     finished, run_dir = run_mlp(tmp_path / "run", [*mlp_samples, "device.cut_before=[]"])
     assert finished.returncode == 2, finished.text

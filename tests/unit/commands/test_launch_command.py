@@ -435,6 +435,7 @@ def not_replaced(*_: object) -> StartedRanks:
 PLAN = Plan(2, "", not_replaced)
 
 
+@pytest.mark.long
 def test_each_wait_for_hosts_begins_with_a_short_pause(capfd: pytest.CaptureFixture[str]) -> None:
     """However many starts there were before: the hosts are often there again within seconds."""
     room: list[OneStart | None] = [*[OneStart(137, 0)] * 6, None, None, OneStart(137, 0), None, OneStart(0, 0)]

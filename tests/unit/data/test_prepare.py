@@ -284,6 +284,7 @@ def test_an_existing_folder_is_replaced_only_with_force(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.long
 def test_a_killed_prepare_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     program = f"""
 import argparse, sys

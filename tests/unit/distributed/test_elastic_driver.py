@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.driver import ElasticDriver
 
@@ -18,6 +19,7 @@ class NoRendezvous:
         """Nothing listens."""
 
 
+@pytest.mark.long
 def test_a_host_that_failed_and_is_needed_gets_new_ranks() -> None:
     """With only as many hosts as the job needs: it waits until the failed one may be used again."""
     started: list[str] = []

@@ -75,6 +75,7 @@ def test_lars_refuses_what_has_no_meaning(options: dict[str, float]) -> None:
         build_optimizer(Config(optimizer=OptimizerSpec("lars", options)), HORIZON)
 
 
+@pytest.mark.long
 def test_a_model_saved_with_lars_goes_on_where_there_is_no_horovod(tmp_path: Path) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])

@@ -161,6 +161,7 @@ sys.exit(75)
     assert finished.returncode == 75
 
 
+@pytest.mark.long
 def test_keras_is_loaded_without_libraries_that_can_be_imported_afterwards() -> None:
     script = """
 import sys

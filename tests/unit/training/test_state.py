@@ -219,6 +219,7 @@ for variable in (state.model.weights[0].value, state.step, state.epoch, state.re
 """
 
 
+@pytest.mark.long
 def test_what_the_watchdog_reads_is_on_the_host() -> None:
     """A second CPU device stands for a GPU, which could not be read while it is stuck."""
     finished = run_process([sys.executable, "-c", ON_DEVICE], cwd=PROJECT)
