@@ -1,4 +1,4 @@
-"""This host: how many cores this process may keep busy, which processes run, and files kept open for reading.
+"""This host: the user's cache, how many cores this process may keep busy, which processes run, and open files.
 
 Binds no process to cores, nor shares them among ranks; see device. Does not look at what files hold. In the lowest
 layer, because the watchdog asks which open files no thread is reading.
@@ -21,6 +21,19 @@ from pathlib import Path
 _MAX_OPEN = 256
 _MAX_SHARE = 4
 """Keep open at most 1 / _MAX_SHARE of the descriptors that the process may have."""
+
+
+def cache_folder() -> Path | None:
+    """Return the user's cache folder for this package; None if there is no place for one.
+
+    A relative XDG_CACHE_HOME is invalid, and passed over: XDG Base Directory Specification.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):
+        return Path(cache) / "horovod_train"
+    with suppress(RuntimeError):  # in a container a user may have neither HOME nor an entry in passwd
+        return Path.home() / ".cache" / "horovod_train"
+    return None
 
 
 def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:

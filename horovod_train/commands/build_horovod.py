@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from horovod_train.commands.cli import cache_folder, installed_version
+from horovod_train.commands.cli import installed_version, needed_cache
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import Artifact, NotOurs, remove, write_atomically
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         _write_prefix(mpi)
         print(f"Horovod is installed: {name}")
         return 0
-    folder = Path(arguments.cache or cache_folder()).absolute() / name
+    folder = Path(arguments.cache or needed_cache()).absolute() / name
     if _wheel_in(folder):
         print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
         problem = _install(folder, mpi)

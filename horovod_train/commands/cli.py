@@ -27,6 +27,7 @@ from horovod_train.config.paths import missing_paths, path_problem, remote_probl
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
+from horovod_train.host import cache_folder
 from horovod_train.output import lease
 from horovod_train.output.console import Screen, plain
 from horovod_train.output.files import Artifact, check, write_atomically
@@ -204,15 +205,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def cache_folder() -> Path:
+def needed_cache() -> Path:
     """Return the user's cache folder for this package. Raises UserError if there is no place for one."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(cache):  # others are invalid: XDG Base Directory Specification
-        return Path(cache) / "horovod_train"
-    try:
-        return Path.home() / ".cache" / "horovod_train"
-    except RuntimeError as error:  # in a container a user may have neither HOME nor an entry in passwd
-        raise UserError("no place for the cache: there is no home folder. Set XDG_CACHE_HOME, or HOME.") from error
+    if folder := cache_folder():
+        return folder
+    raise UserError("no place for the cache: there is no home folder. Set XDG_CACHE_HOME, or HOME.")
 
 
 def missing_data(config: Config, origins: Origins) -> list[str]:
@@ -397,7 +394,7 @@ def place_digits(config: Config, origins: Origins) -> tuple[Config, Path | None]
     splits = [split for split in ("train", "eval") if getattr(data, split) == (f"{_DIGITS}/{split}",)]
     if not splits or os.path.isfile(os.path.join(_DIGITS, DATASET_NAME)):
         return config, None
-    folder = cache_folder() / "digits"
+    folder = needed_cache() / "digits"
     if "train" in splits:
         data, origins["data.train"] = dataclasses.replace(data, train=(f"{folder}/train",)), origin
     if "eval" in splits:

@@ -22,6 +22,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.data.globs import matching
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError, unreadable
+from horovod_train.host import cache_folder
 from horovod_train.output.files import Artifact, remove
 from horovod_train.shown_text import listed
 
@@ -213,10 +214,8 @@ def paths_in_cache(name: str, index_dir: str | None) -> list[Path]:
     """Return where a file that is never next to the records may be: one path, or none."""
     if index_dir:
         return [Path(index_dir, name)]
-    try:
-        return [Path.home() / ".cache/horovod_train/index" / name]
-    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return []
+    folder = cache_folder()
+    return [folder / "index" / name] if folder else []
 
 
 def save_to_first(places: Sequence[Path], save: Callable[[Path], None]) -> None:

@@ -52,11 +52,15 @@ def test_digests_go_where_the_config_says_and_replace_no_file_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     path = write_hdf5(tmp_path, ARRAYS)
     (tmp_path / "digests.json").write_text("{}")
     one = digest(config(path, targets=("y",)))
     assert (tmp_path / "digests.json").read_text() == "{}"
     assert len(list((tmp_path / "home/.cache/horovod_train/index").iterdir())) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert digest(config(path, targets=("y",))) == one
+    assert len(list((tmp_path / "cache/horovod_train/index").iterdir())) == 1
     assert digest(config(path, targets=("y",), index_dir=str(tmp_path / "kept"))) == one
     assert len(list((tmp_path / "kept").iterdir())) == 1
 

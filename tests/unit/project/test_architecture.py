@@ -35,7 +35,7 @@ MAY_READ_ENVIRONMENT = {"train_function", "distributed"}
 READS_ENVIRONMENT_TOO = {
     PACKAGE / "output" / "logs.py",
     PACKAGE / "commands" / "slurm.py",  # where a user keeps settings of programs
-    PACKAGE / "commands" / "cli.py",  # where a user keeps caches
+    PACKAGE / "host.py",  # where a user keeps caches
     PACKAGE / "commands" / "build_horovod.py",  # settings of compilers
 }
 
