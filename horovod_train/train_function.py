@@ -139,8 +139,10 @@ def _shown(command: list[str], environment: Mapping[str, str]) -> tuple[int, lis
                 to_stdout(line.rstrip("\n"))
                 if line.startswith("error: "):
                     errors.append(line.removeprefix("error: ").rstrip())
-        except BaseException:  # of an interrupted cell, whose ranks save and end
+        except BaseException:  # of an interrupted cell, whose ranks save and end; a second one leaves them
             process.terminate()
+            for line in process.stdout:  # a rank that prints where nobody reads would fail before it has saved
+                to_stdout(line.rstrip("\n"))
             raise
     return process.returncode, errors
 

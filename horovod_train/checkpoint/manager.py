@@ -147,7 +147,8 @@ class CheckpointStore(Store):
 
     @property
     def step_under_way(self) -> int | None:
-        return self._step if self._writer is not None and self._writer.is_alive() else None
+        writer = self._writer  # the watchdog asks, too, while `wait` sets it to None
+        return self._step if writer is not None and writer.is_alive() else None
 
     def describe_write(self) -> str:
         if self.step_under_way is None:

@@ -583,8 +583,12 @@ def _all_ranks_meet_within(seconds: float) -> bool:
     meeting: Future[None] = Future()
 
     def meet() -> None:
-        hvd.allreduce(tf.zeros(1), name="fit.stopped")
-        meeting.set_result(None)
+        try:
+            hvd.allreduce(tf.zeros(1), name="fit.stopped")
+        except Exception as error:
+            meeting.set_exception(error)
+        else:
+            meeting.set_result(None)
 
     Thread(target=meet, daemon=True).start()
     try:

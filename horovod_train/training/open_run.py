@@ -229,6 +229,7 @@ def open_run(config: Config) -> Iterator[Run]:
             saved = config.checkpoint
             store = open_store(output.directory, saved.keep, lease.is_ours, saved.max_failed_saves)
             checkpoint = store.find(config.checkpoint.resume)
+        group.heartbeat.is_saving = lambda: store.step_under_way is not None
         batch_before = checkpoint.facts.setting("data.global_batch_size") if checkpoint else None
         batch_before = group.broadcast_object(batch_before)
         with group.raise_together():

@@ -199,7 +199,7 @@ class StopCoordinator:
         return self.vote() if self.pace.is_due() else None
 
     def _reasons(self) -> set[str]:
-        reasons = {signal.Signals(number).name for number in self._received}
+        reasons = {signal.Signals(number).name for number in tuple(self._received)}
         self.margin.write_s = max(self.margin.write_s, self.store.write_s)
         self.margin.between_votes_s = self.pace.longest_s
         if self.deadline is not None and time.monotonic() + self.margin.seconds() >= self.deadline:

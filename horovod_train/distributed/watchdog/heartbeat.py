@@ -87,6 +87,8 @@ class Heartbeat:
         self.has_stepped = False
         """Whether a step has been trained. Until then an error counts as found before training; from then on
         watch.stop_after_s applies outside LONG_PHASES. Set by what trains."""
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether a thread writes a checkpoint beside the main thread. Set by what trains."""
         self._phase = ("start", "", 0)
         self._outer_phase = "start"
         self._beat = Beat("start", None, "", 0, 0.0)
@@ -101,8 +103,10 @@ class Heartbeat:
     def probing(self, probe: Probe) -> Iterator[None]:
         """Read from `probe` inside the block."""
         before, self._probe = self._probe, probe
-        yield
-        self._probe = before
+        try:
+            yield
+        finally:
+            self._probe = before
 
     def phase(self, name: str, detail: str = "") -> _Phase:
         """Enter a phase immediately. As a context manager it returns to the previous phase at the end.

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch import launcher
@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # The watchdog needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
 ANSWER_WITHIN_S = 3.0
+_SAID_WITHIN_S = 1.0
 PAUSED_AFTER_S = 2.0
 """If a turn of the watchdog's thread is late by this, the process was frozen or short of CPU."""
 LEAVE_WITHIN_S = 4.0
@@ -180,7 +181,7 @@ class WatchState:
     def print_once_per_host(self, line: str) -> None:
         """Print a line that all ranks of this host know, unless one of them has printed why the run ends."""
         if self._is_first_of_host():
-            to_stderr(line)
+            _say(line)
 
     def _is_first_of_host(self) -> bool:
         if self._host_claim is not None:
@@ -208,16 +209,39 @@ class WatchState:
         in_background(record).join(ANSWER_WITHIN_S - 1)
 
 
-def in_background(action: Callable[[], object]) -> threading.Thread:
-    """Run an action in a separate thread: it uses a disk, which may hang, and the watchdog must not."""
+class _Joinable(Protocol):
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+class _NotStarted:
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
+def in_background(action: Callable[[], object]) -> _Joinable:
+    """Run an action in a separate thread: it uses a disk or a stream, which may hang, and the watchdog must not.
+
+    Where no thread can be started the action is left out: that the watchdog goes on, and ends a process, matters more.
+    """
     thread = threading.Thread(target=action, name="watch_disk", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return _NotStarted()
     return thread
 
 
+def _say(line: str) -> None:
+    """Print a line, unless nobody reads the stream: a full pipe would hold the watchdog."""
+    in_background(lambda: to_stderr(line)).join(_SAID_WITHIN_S)
+
+
 def end_process(exit_code: int) -> None:
-    """End the process immediately: Python's exit would wait for a main thread that does not return."""
-    let_go()
+    """End the process immediately: Python's exit would wait for a main thread that does not return.
+
+    The main thread may hold the lock of a stream that nobody reads.
+    """
+    in_background(let_go).join(_SAID_WITHIN_S)
     os._exit(exit_code)
 
 
@@ -370,7 +394,9 @@ class WatchThread:
         Do not end a process that no launcher started as a rank, because it may do more than this run.
         """
         state = self._state
-        limit_s = state.limits.stop_after_s if state.group.heartbeat.name == "save" else LEAVE_WITHIN_S
+        heartbeat = state.group.heartbeat
+        is_saving = heartbeat.name == "save" or heartbeat.is_saving()
+        limit_s = state.limits.stop_after_s if is_saving else LEAVE_WITHIN_S
         if seconds < limit_s or state.group.launcher == "none":
             return
         remote_cause = state.cause if state.cause and state.cause.rank != state.group.rank else None
@@ -462,7 +488,7 @@ class Coordinator(Role):
         self._server.send({"kind": "stop", "text": sentence})
         unready = set(self._server.ranks) - set(self._state.detector.silent_ranks(now))
         hint = "; the stacks of all ranks are in logs/" if self._state.log.name else ""
-        to_stderr(f"error: stalled: {sentence}{hint}")
+        _say(f"error: stalled: {sentence}{hint}")
         self._state.record_stall(sentence)
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while unready and time.monotonic() < deadline:
@@ -510,7 +536,7 @@ class Worker(Role):
         hosts = state.group.hosts
         remote_ranks = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
         if state.group.rank == min(remote_ranks, default=1):
-            to_stderr(f"error: stalled: {sentence}; the stacks of the other ranks are in logs/")
+            _say(f"error: stalled: {sentence}; the stacks of the other ranks are in logs/")
         state.record_stall(sentence)
         time.sleep(_STACKS_WITHIN_S)
         end_process(Stalled.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from conftest import PROGRAMS, PROJECT, rank_environment, run_process, warm_python
 
 import horovod_train
+from horovod_train import train_function
 from horovod_train.errors import UserError
 
 BASE = """
@@ -110,3 +112,29 @@ def test_the_package_shows_what_it_has() -> None:
     script = "import sys, horovod_train; horovod_train.train; print('tensorflow' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert found == "False\n"
+
+
+SAVES_ON_SIGTERM = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("ready", flush=True)
+signal.sigwait([signal.SIGTERM])
+print("a hook prints", flush=True)
+open(sys.argv[1], "w").close()
+print("saved", flush=True)
+"""
+
+
+def test_an_interrupted_cell_shows_how_its_ranks_save_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if len(shown) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_function, "to_stdout", show)
+    with pytest.raises(KeyboardInterrupt):
+        train_function._shown([sys.executable, "-c", SAVES_ON_SIGTERM, str(tmp_path / "checkpoint")], os.environ)
+    assert shown == ["ready", "a hook prints", "saved"]
+    assert (tmp_path / "checkpoint").exists()

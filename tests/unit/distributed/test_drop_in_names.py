@@ -13,12 +13,14 @@ import horovod.tensorflow
 import horovod.tensorflow.keras
 import horovod.tensorflow.keras.callbacks
 import pytest
+from horovod.common.exceptions import HorovodInternalError
 
 import horovod_train.keras
 import horovod_train.keras.callbacks
 import horovod_train.tensorflow
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
+from horovod_train.keras import callbacks
 from horovod_train.tensorflow import REPLACEMENTS
 
 HELPERS = {
@@ -97,3 +99,12 @@ def test_an_elastic_script_has_no_process_sets() -> None:
 def test_an_unknown_name_is_an_attribute_error_as_of_any_module(module: ModuleType) -> None:
     with pytest.raises(AttributeError, match=r"has no 'no_such_name'$"):
         module.no_such_name  # noqa: B018
+
+
+def test_a_rank_that_is_lost_while_ranks_meet_is_no_mistake_of_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any, **__: Any) -> None:
+        raise HorovodInternalError("Horovod has been shut down")
+
+    monkeypatch.setattr(horovod.tensorflow, "allreduce", lose)
+    with pytest.raises(HorovodInternalError):
+        callbacks._all_ranks_meet_within(300)

@@ -5,7 +5,10 @@ In one process, with the real server and real files.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -324,3 +327,55 @@ def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root
     assert watchdog.find_cause() is None
     assert state.exits_since is not None
     assert state.exits_since - began > LEAVE_WITHIN_S / 2  # it ends LEAVE_WITHIN_S after that
+
+
+def test_a_process_that_writes_a_checkpoint_in_the_background_gets_the_time_of_a_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(watch_thread, "end_process", ended.append)
+    state = WatchState(Group(launcher="srun"), RankLog(), LIMITS, None, watched=range(SIZE))  # type: ignore[arg-type]
+    thread = WatchThread(state, None)  # type: ignore[arg-type]
+    state.exit_code = 1
+    state.group.heartbeat.is_saving = lambda: True
+    thread._end_if_overdue(LEAVE_WITHIN_S + 1)
+    assert not ended
+    thread._end_if_overdue(LIMITS.stop_after_s + 1)
+    state.group.heartbeat.is_saving = lambda: False
+    thread._end_if_overdue(LEAVE_WITHIN_S + 1)
+    assert ended == [1, 1]
+
+
+def test_where_no_thread_can_be_started_a_process_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(watch_thread, "end_process", ended.append)
+    state = WatchState(Group(launcher="srun"), RankLog(), LIMITS, None, watched=range(SIZE))  # type: ignore[arg-type]
+    state.exit_code = 1
+    WatchThread(state, None)._end_if_overdue(LEAVE_WITHIN_S + 1)  # type: ignore[arg-type]
+    assert ended == [1]
+
+
+FULL_PIPE = """
+import sys, threading
+from horovod_train.distributed.watchdog.watch_thread import end_process
+blocked = threading.Thread(target=lambda: print("x" * (1 << 20)), daemon=True)
+blocked.start()  # holds the lock of the stream, as the main thread of a rank would
+sys.stdin.read(1)
+end_process(5)
+"""
+
+
+def test_a_process_is_ended_though_nobody_reads_what_it_prints() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", FULL_PIPE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=buffered) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"x"  # the rest does not fit
+        process.stdin.write(b"f")
+        process.stdin.flush()
+        assert process.wait(300) == 5

@@ -159,6 +159,22 @@ def test_time_is_kept_for_a_large_first_save_until_one_was_measured(monkeypatch:
     assert kept(500, 0) == 1202.0
 
 
+def test_a_signal_that_comes_while_others_are_told_is_told_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
+    received = {int(signal.SIGTERM), int(signal.SIGINT)}
+    stopping = StopCoordinator(Alone(), nothing, nothing, received, deadline=None, run_dir=None)  # type: ignore[arg-type]
+    named = signal.Signals
+
+    def name_and_receive(number: int) -> signal.Signals:
+        received.add(int(signal.SIGHUP))  # its handler runs in this thread
+        return named(number)
+
+    monkeypatch.setattr(signal, "Signals", name_and_receive)
+    assert stopping._reasons() == {"SIGTERM", "SIGINT"}
+    assert stopping._reasons() == {"SIGTERM", "SIGINT", "SIGHUP"}
+
+
 def test_a_target_that_was_reached_by_little_is_known_after_a_restart() -> None:
     config = EarlyStoppingConfig(metric="accuracy", mode="max", target=0.9, min_delta=0.05)
     stopping = EarlyStopping(config)
