@@ -157,8 +157,9 @@ def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     visible = len(tf.config.list_physical_devices("GPU"))
-    found = judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible)))
-    alone = judge_sight(group.gather((group.hosts[group.rank], mine, len(driver_gpus()))))
+    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus())))
+    found = judge_devices([row[:4] for row in rows])
+    alone = judge_sight([(host, uuids, driver_count) for host, uuids, _, _, driver_count in rows])
     return alone if found.level == "ok" and alone is not None else found
 
 
@@ -317,8 +318,7 @@ def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
 def check_group(group: WorkerGroup) -> CheckResult:
     """Collective: whether tensors that Horovod exchanges together have the right sums; the averaging packs its own."""
     if problem := group_problem(group):
-        text, _, advice = problem.partition(". ")
-        return fail("group sums", text, advice)
+        return fail("group sums", *problem)
     return ok("group sums", "tensors that Horovod exchanges together have the right sums")
 
 

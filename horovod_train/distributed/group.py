@@ -213,11 +213,13 @@ def is_connection_loss(error: BaseException) -> bool:
 
     Where none has gone, an error of NCCL is of this rank's own GPU, network or settings; see `is_of_nccl`.
     """
-    is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
-    return is_from_horovod and bool(_CONNECTION_LOSS.search(str(error)))
+    return _is_from_horovod(error) and bool(_CONNECTION_LOSS.search(str(error)))
 
 
 def is_of_nccl(error: BaseException) -> bool:
     """Return whether the error is NCCL's, whose texts do not tell a lost rank from a fault of this one."""
-    is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
-    return is_from_horovod and bool(_OF_NCCL.search(str(error)))
+    return _is_from_horovod(error) and bool(_OF_NCCL.search(str(error)))
+
+
+def _is_from_horovod(error: BaseException) -> bool:
+    return isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)

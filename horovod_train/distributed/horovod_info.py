@@ -171,7 +171,17 @@ def compute_capabilities() -> list[str]:
     return [".".join(map(str, each)) for each in found if each]
 
 
-def group_problem(group: WorkerGroup) -> str | None:
+class GroupProblem(NamedTuple):
+    """What is wrong with sums, and what to do."""
+
+    text: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.do}"
+
+
+def group_problem(group: WorkerGroup) -> GroupProblem | None:
     """Collective: sum tensors that Horovod exchanges together; return what is wrong, alike on all ranks, if anything.
 
     It may be the first exchange between devices, which hangs where they do not reach each other: the watchdog must run.
@@ -187,10 +197,10 @@ def check_sums(group: WorkerGroup) -> None:
         problem = group_problem(group)
         with group.raise_together():
             if problem:
-                raise UserError(problem)
+                raise UserError(str(problem))
 
 
-def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> str | None:
+def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> GroupProblem | None:
     """Return what is wrong with the sums of a group. rows: for each rank whether its sums are right, and its GPUs."""
     wrong = [rank for rank, (is_right, _) in enumerate(rows) if not is_right]
     if not wrong:
@@ -198,10 +208,10 @@ def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> str | None:
     text = f"sums of tensors that Horovod exchanges together are wrong on {len(wrong)} of {len(rows)} ranks"
     capabilities = sorted({each for _, of_rank in rows for each in of_rank}, key=lambda each: (len(each), each))
     if not capabilities:
-        return f"{text}. Do not train here: install again with make install, and report this."
+        return GroupProblem(text, "Do not train here: install again with make install, and report this.")
     compiled_for = ",".join(each.replace(".", "") for each in capabilities)
-    return (
-        f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, of compute capability "
-        f"{' or '.join(capabilities)}. Build it again: HOROVOD_BUILD_CUDA_CC_LIST={compiled_for} horovod-train "
-        "build-horovod --gpu-operations NCCL."
+    here = f"of compute capability {' or '.join(capabilities)}"
+    build = f"HOROVOD_BUILD_CUDA_CC_LIST={compiled_for} horovod-train build-horovod --gpu-operations NCCL"
+    return GroupProblem(
+        f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, {here}", f"Build it again: {build}."
     )

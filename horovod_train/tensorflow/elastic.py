@@ -84,8 +84,7 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
             # Nothing to restore: State.commit has saved the state, and check_host_updates alone leaves it as it is.
             reason, changed_at = "the hosts have changed", changed_at or time.monotonic()
         except Exception as error:
-            is_loss = isinstance(error, HorovodInternalError) or is_connection_loss(error)
-            if not is_loss:
+            if not isinstance(error, HorovodInternalError) and not is_connection_loss(error):
                 raise
             failures += 1
             if failures > TRIES_TO_MEET:

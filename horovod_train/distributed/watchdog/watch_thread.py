@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch import launcher
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # The watchdog needs no TensorFlow.
 
 ANSWER_WITHIN_S = 3.0
 _SAID_WITHIN_S = 1.0
+"""How long a line waits for a reader of the stream."""
 PAUSED_AFTER_S = 2.0
 """If a turn of the watchdog's thread is late by this, the process was frozen or short of CPU."""
 LEAVE_WITHIN_S = 4.0
@@ -206,34 +207,23 @@ class WatchState:
             self.log.write_stacks("stalled")
             self.record_end("stalled", Stalled.exit_code, error=text)
 
-        in_background(record).join(ANSWER_WITHIN_S - 1)
+        in_background(record, ANSWER_WITHIN_S - 1)
 
 
-class _Joinable(Protocol):
-    def join(self, timeout: float | None = None) -> None: ...
+def in_background(action: Callable[[], object], wait_s: float = 0.0) -> None:
+    """Run an action in a thread, and wait for it this long: it uses a disk or a stream, which may hang.
 
-
-class _NotStarted:
-    def join(self, timeout: float | None = None) -> None:
-        pass
-
-
-def in_background(action: Callable[[], object]) -> _Joinable:
-    """Run an action in a separate thread: it uses a disk or a stream, which may hang, and the watchdog must not.
-
-    Where no thread can be started the action is left out: that the watchdog goes on, and ends a process, matters more.
+    Where no thread can be started it is left out: that the watchdog goes on, and ends a process, matters more.
     """
     thread = threading.Thread(target=action, name="watch_disk", daemon=True)
-    try:
+    with suppress(RuntimeError):
         thread.start()
-    except RuntimeError:
-        return _NotStarted()
-    return thread
+        thread.join(wait_s)
 
 
 def _say(line: str) -> None:
     """Print a line, unless nobody reads the stream: a full pipe would hold the watchdog."""
-    in_background(lambda: to_stderr(line)).join(_SAID_WITHIN_S)
+    in_background(lambda: to_stderr(line), _SAID_WITHIN_S)
 
 
 def end_process(exit_code: int) -> None:
@@ -241,7 +231,7 @@ def end_process(exit_code: int) -> None:
 
     The main thread may hold the lock of a stream that nobody reads.
     """
-    in_background(let_go).join(_SAID_WITHIN_S)
+    in_background(let_go, _SAID_WITHIN_S)
     os._exit(exit_code)
 
 
@@ -409,7 +399,7 @@ class WatchThread:
             if remote_cause:
                 state.record_end("followed", state.exit_code, error=line, cause=remote_cause.rank)
 
-        in_background(record).join(1.0)
+        in_background(record, 1.0)
         end_process(state.exit_code)
 
     def _end_without_launcher(self) -> None:
@@ -418,7 +408,7 @@ class WatchThread:
         Otherwise the ranks would train on where nobody looks, and hold their GPUs.
         """
         to_stderr(f"warning: {self._state.names[self._state.group.rank]}: {_NO_LAUNCHER}")
-        in_background(lambda: self._state.log.write("warning", _NO_LAUNCHER)).join(1.0)
+        in_background(lambda: self._state.log.write("warning", _NO_LAUNCHER), 1.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _read_probe(self) -> None:

@@ -118,7 +118,7 @@ class RankWatchdog(Watchdog):
         if state.group.launcher != "none":
             _end_process_in_time(state.log)
         # Report the step of this moment, or that of the last heartbeat if a device is stuck.
-        in_background(state.group.heartbeat.read_probe).join(0.5)
+        in_background(state.group.heartbeat.read_probe, 0.5)
         yield
         with state.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
             # This rank has reported its failure, so it must not count as disappeared.

@@ -12,7 +12,7 @@ import pytest
 from horovod_train.commands import doctor_checks
 from horovod_train.distributed import horovod_info, objects, start
 from horovod_train.distributed.device import Device
-from horovod_train.distributed.horovod_info import PRESCALES, are_sums_of_group, group_values, judge_group
+from horovod_train.distributed.horovod_info import PRESCALES, GroupProblem, are_sums_of_group, group_values, judge_group
 from horovod_train.errors import UserError
 
 Sums = list[list[np.ndarray]]
@@ -47,7 +47,7 @@ def test_what_is_copied_but_not_scaled_is_noticed() -> None:
 
 def test_the_gpus_are_named_and_how_to_compile_for_them() -> None:
     assert judge_group([(True, ["9.0"]), (True, [])]) is None
-    assert judge_group([(False, ["12.0"]), (False, ["8.0", "8.0"]), (True, ["9.0"])]) == (
+    assert str(judge_group([(False, ["12.0"]), (False, ["8.0", "8.0"]), (True, ["9.0"])])) == (
         "sums of tensors that Horovod exchanges together are wrong on 2 of 3 ranks: Horovod's CUDA kernels are not "
         "compiled for a GPU here, of compute capability 8.0 or 9.0 or 12.0. Build it again: "
         "HOROVOD_BUILD_CUDA_CC_LIST=80,90,120 horovod-train build-horovod --gpu-operations NCCL."
@@ -85,9 +85,10 @@ def test_a_run_on_gpus_with_wrong_sums_does_not_start(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("problem", "level", "do"), [(None, "ok", ""), ("sums are wrong on 1. Build it again.", "fail", "Build it again.")]
+    ("problem", "level", "do"),
+    [(None, "ok", ""), (GroupProblem("sums are wrong on 1", "Build it again."), "fail", "Build it again.")],
 )
-def test_doctor_says_so(monkeypatch: pytest.MonkeyPatch, problem: str | None, level: str, do: str) -> None:
+def test_doctor_says_so(monkeypatch: pytest.MonkeyPatch, problem: GroupProblem | None, level: str, do: str) -> None:
     monkeypatch.setattr(doctor_checks, "group_problem", lambda group: problem)
     group: Any = None
     found = doctor_checks.check_group(group)
