@@ -365,7 +365,7 @@ class TrainStep:
 
     @property
     def _notes_at_end(self) -> bool:
-        """Whether a failure is noted at the end of the compiled call, its last step: a branch in each step is costly."""
+        """Whether a failure is noted once, after the steps of a compiled call: a branch in each step is costly."""
         return self.state.synchronization.stops_at_once and not self.update.holds_back
 
     def _note_last(self, cursor: Cursor) -> None:
