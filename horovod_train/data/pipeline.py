@@ -146,6 +146,10 @@ class Pipeline(BatchSource):
         inputs = self._transforms.scale(tensors_by_name(batch.inputs, schema.inputs))
         return batch._replace(inputs=pick(inputs, schema.inputs))
 
+    def close(self) -> None:
+        """Give up what is being read ahead; no more batches are taken."""
+        self._loader.close()
+
     def explain(self, error: BaseException) -> Exception | None:
         text = str(error.message) if isinstance(error, tf.errors.OpError) else ""
         match = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", text, re.DOTALL)
@@ -374,6 +378,10 @@ class Loader:
         """Return a sentence with the place of a record and its problem. Reads its block if necessary."""
         with self._lock:
             return self._reader.name_record(record, problem)
+
+    def close(self) -> None:
+        """Read nothing any more. Not under the lock, which a read that waits for a server holds."""
+        self._reader.close()
 
     def error(self, sentence: str) -> UserError:
         """Return the error about a bad record: the sentence that names it, and the rank that read it."""

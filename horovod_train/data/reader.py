@@ -23,6 +23,7 @@ from horovod_train.data.files import paths_in_cache, save_to_first
 from horovod_train.data.sampler import Buckets
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, split_records
+from horovod_train.data.storage import Retries
 from horovod_train.errors import UserError
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, open_atomically
@@ -83,6 +84,15 @@ class Reader:
             if position in part.block.faults
         }
         return _join(parts, len(records)), faults
+
+    def close(self) -> None:
+        """Load no further block, and repeat no request for those being loaded: Python's exit waits for the threads.
+
+        Any thread may call it. What reads at that moment gets an error.
+        """
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if any(block.running() for block in list(self._in_memory.values())):
+            Retries.give_up_all()
 
     def name_record(self, record: int, problem: str) -> str:
         """Return a sentence with the place of a record and its problem. Loads its block if necessary."""

@@ -425,6 +425,12 @@ class Retries:
         self._logged_at: float | None = None
         self._in_use.add(self)
 
+    @classmethod
+    def give_up_all(cls) -> None:
+        """Let each request that fails from now on fail at once, until one succeeds."""
+        for retries in list(cls._in_use):
+            retries._given_up.set()
+
     def call(self, url: str, request: Callable[[], T]) -> T:
         """Return what the request returns. Raises OSError, with its text, for a failure that does not pass.
 
@@ -441,8 +447,7 @@ class Retries:
                 if not may_pass(error):
                     raise as_os_error(error, url) from error
                 if self._given_up.is_set() or tried_s >= self._limit_s:
-                    for retries in list(self._in_use):
-                        retries._given_up.set()
+                    self.give_up_all()
                     text = f"{describe(error)}; tried for {self._limit_s:g} s (data.retry_s)"
                     raise OSError(errno.EIO, text, url) from error
                 if tried_s > _QUIET_S:

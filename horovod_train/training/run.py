@@ -85,7 +85,13 @@ def run(config: Config) -> int:
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         is_told = _is_over(run) and run.output.tells_end_at(int(run.state.step))
         audit = _begin_files(run, is_told=is_told)
-        with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
+        with (
+            _last_save_finished(run),
+            closing(audit),
+            closing(run.parts),
+            run.parts.train.explaining(),
+            run.phase_times,
+        ):
             begin_callbacks(run)
             start = place(run, int(run.state.step))
             reason = fit(run, build_hooks(run, audit, held), audit)

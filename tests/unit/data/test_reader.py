@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_records import config, make_images
 
@@ -14,7 +16,9 @@ from horovod_train.commands.bench import DelayedSource
 from horovod_train.data.batch_source import StepRange
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.pipeline import Loader, Ranks
+from horovod_train.data.reader import Reader
 from horovod_train.data.source import LoadBlock, LoadedBlock, RecordSource
+from horovod_train.data.storage import Retries
 
 SHARDS = (20,) * 30
 
@@ -77,3 +81,32 @@ def test_what_is_read_ahead_is_not_read_again(folder: Path) -> None:
         assert found.ids.tolist() == list(range(20 * number, 20 * number + 20))
     made.read(chunks[5], [])
     assert watched.loaded == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_process_that_ends_does_not_wait_for_what_is_read_ahead(folder: Path) -> None:
+    """Of thirty blocks only those being loaded are loaded to their end, and requests that fail are not repeated."""
+    is_loading, may_fail = threading.Event(), threading.Event()
+
+    class Failing(Watched):
+        def open(self) -> LoadBlock:
+            def load(block: int) -> LoadedBlock:
+                self.loaded.append(block)
+                return Retries(3600).call("s3://bucket/file", fail)
+
+            return load
+
+    def fail() -> LoadedBlock:
+        is_loading.set()
+        may_fail.wait()
+        raise ConnectionError("no route to host")
+
+    source = Failing(open_records(config(folder), "train").source)
+    reader = Reader(source, threads=2)
+    reader.read_ahead(range(30))
+    is_loading.wait()
+    reader.close()
+    may_fail.set()
+    with pytest.raises((OSError, CancelledError)):
+        reader.read(np.arange(5))
+    reader._threads.shutdown(wait=True)
+    assert set(source.loaded) <= {0, 1}
