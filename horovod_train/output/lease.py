@@ -33,6 +33,7 @@ STALE_S = 30.0
 """Leases not refreshed for this long are stale: six missed refreshes. It stays below the 60 s after which Horovod warns
 of a stall, because ranks wait for root to take the lease.
 """
+CLOSE_WITHIN_S = 10.0
 POLL_S = 0.1
 SETTLE_S = 1.0
 UNNAMED = "an unnamed process"
@@ -91,7 +92,10 @@ class FileLease(Lease):
 
     def close(self) -> None:
         self._released.set()
-        self._thread.join()  # or it could write the lease again after it is removed here
+        self._thread.join(CLOSE_WITHIN_S)
+        if self._thread.is_alive():  # in a file system that hangs: it would write the lease again after its removal
+            log.warning(f"{self._path} stays, because its file system does not answer; it is stale soon")
+            return
         with suppress(OSError), _opened(self._path) as descriptor, _locked(self._path, descriptor) as is_current:
             holder = _read(descriptor)
             if is_current and holder is not None and holder.token == self._holder.token:

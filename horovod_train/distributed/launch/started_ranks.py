@@ -41,6 +41,8 @@ SAVE_WITHIN_S = 300.0
 """How long ranks may take to save and end after the launch, or the shell that started them, is gone; then they are
 killed. A large checkpoint to a busy file server takes minutes."""
 AGENT_ENDS_WITHIN_S = 5.0
+ENDS_AFTER_KILL_WITHIN_S = 30.0
+"""The kernel takes seconds to free the memory of a large process; after this it may never come to it."""
 POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _SHELLS = {"sh", "bash", "dash", "ash", "busybox", "ksh", "mksh", "zsh", "fish", "csh", "tcsh"}
@@ -139,7 +141,7 @@ class Started:
         return True
 
     def kill(self) -> None:
-        """Kill the ranks that still run, and wait for the end of the process."""
+        """Kill the ranks that still run. See wait_for_end."""
         if self.kind == "rank":
             self._kill_group()
         elif self.process.poll() is None:
@@ -151,7 +153,16 @@ class Started:
                     self.process.kill()
             else:
                 self.process.kill()
-        self.process.wait()
+
+    def wait_for_end(self, deadline: float) -> None:
+        """Wait for the process, which was killed, but no longer than to `deadline`, on time.monotonic's clock."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            to_stderr(
+                f"launch: {self.name} (pid {self.process.pid}) was killed and does not end: it waits in the kernel, as "
+                "for a device or a file server"
+            )
 
     def _send_to_each(self, processes: Sequence[psutil.Process], number: int) -> None:
         for process in processes:
@@ -289,6 +300,9 @@ class StartedRanks:
         """Kill the ranks that still run, and wait for their ends."""
         for started in self._processes:
             started.kill()
+        deadline = time.monotonic() + ENDS_AFTER_KILL_WITHIN_S
+        for started in self._processes:
+            started.wait_for_end(deadline)
 
 
 def start_by_mpirun(ranks: int, program: Sequence[str]) -> StartedRanks:
@@ -320,8 +334,8 @@ def start_here(meeting: Mapping[str, str], first: int, ranks: int, program: Sequ
             place = {RANK: str(first + local_rank), LOCAL_RANK: str(local_rank)}
             started.append(Started("rank", place[RANK], start(program, {**given, **meeting, **place})))
     except OSError:
-        for each in started:
-            each.kill()
+        if started:
+            StartedRanks(started).kill()
         raise
     return StartedRanks(started)
 

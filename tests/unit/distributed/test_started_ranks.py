@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -218,3 +219,30 @@ def test_processes_that_load_a_ranks_data_stay_until_it_has_saved(tmp_path: Path
     started, _ = begin(tmp_path, 1, [sys.executable, "-c", WITH_A_WORKER, str(tmp_path)])
     started.send(signal.SIGTERM)
     assert wait(started).codes == {"0": 75}
+
+
+TRACER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_ulong, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p]
+seize = 0x4206
+assert libc.ptrace(seize, int(sys.argv[1]), None, None) == 0, ctypes.get_errno()
+print("seized", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_the_kernel_does_not_let_go_holds_neither_launch_nor_other_ranks(
+    tmp_path: Path, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tracer stands for a device that hangs: while it does not collect a killed process, nobody else can."""
+    monkeypatch.setattr(started_ranks, "ENDS_AFTER_KILL_WITHIN_S", 1.0)
+    started, ranks = begin(tmp_path, 2, rank.split())
+    command = [sys.executable, "-c", TRACER, str(ranks[0].pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdout is not None
+        assert tracer.stdout.readline() == b"seized\n"
+        started.kill()
+        said = f"launch: 0 (pid {ranks[0].pid}) was killed and does not end"
+        assert said in capsys.readouterr().err
+        assert is_over(ranks[1])

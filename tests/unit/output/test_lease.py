@@ -389,6 +389,24 @@ def test_a_lease_that_ends_while_it_is_made_anew_is_removed(tmp_path: Path, monk
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_system_that_hangs_holds_no_run_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease stays, and becomes stale: removed, it might be written again."""
+    is_touching, may_touch, touch = threading.Event(), threading.Event(), os.utime
+
+    def touch_late(*given: Any) -> None:
+        is_touching.set()
+        may_touch.wait()
+        touch(*given)
+
+    monkeypatch.setattr(lease, "CLOSE_WITHIN_S", 0.1)
+    held = open_lease(tmp_path, refresh_s=0.01)
+    monkeypatch.setattr(os, "utime", touch_late)
+    assert is_touching.wait(300)
+    held.close()
+    assert os.listdir(tmp_path) == ["lease.json"]
+    may_touch.set()
+
+
 def fill(disk: Path) -> None:
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     with (disk / "others").open("ab") as others:
