@@ -46,7 +46,7 @@ from horovod_train.commands.cli import (
     open_screen,
     require_output_dir,
 )
-from horovod_train.config.rules import resolve, weights_of_outputs
+from horovod_train.config.rules import kept_batch, resolve, weights_of_outputs
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import (
     Records,
@@ -290,7 +290,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Json, list[str]
         "resume": _resume(outlook.start, horizon),
         "time": _time(outlook, pace),
     }
-    notes = [*_kept_batch(outlook.unresolved, batch, ranks), *outlook.records.notes]
+    notes = [*filter(None, [kept_batch(outlook.unresolved, config, ranks)]), *outlook.records.notes]
     notes += outlook.eval_records.notes if outlook.eval_records else ()
     return facts, [*dict.fromkeys(notes), *_second_look(config, facts)]
 
@@ -381,14 +381,6 @@ def _records_used(outlook: Outlook, steps: int) -> int:
     every = [step for step in (evaluated.every_steps, by_epoch) if step]
     evaluations = count_multiples(every, steps, with_last=steps == horizon.total_steps)
     return trained + evaluations * outlook.eval_records.num_records
-
-
-def _kept_batch(unresolved: Config, batch: int, ranks: int) -> Iterator[str]:
-    """Warn if a resumed run keeps the global batch that it began with; see training.open_run.resolve_as_before."""
-    per_rank = unresolved.data.batch_size_per_rank
-    if unresolved.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
-        alone = per_rank * ranks
-        yield f"the global batch stays {batch}; data.batch_size_per_rank {per_rank} would make it {alone} here"
 
 
 def _second_look(config: Config, facts: Json) -> Iterator[str]:

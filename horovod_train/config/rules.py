@@ -327,6 +327,13 @@ def resolve(config: Config, size: int, batch_before: int | None = None) -> Confi
     return dataclasses.replace(config, data=data)
 
 
+def kept_batch(config: Config, resolved: Config, size: int) -> str:
+    """Return a sentence if a run that resumes keeps another global batch than its config would make; else ""."""
+    batch, alone = resolved.data.global_batch_size, config.data.global_batch(size)
+    asked = f"data.batch_size_per_rank {config.data.batch_size_per_rank} would make it {alone} here"
+    return "" if batch == alone else f"the global batch stays {batch}; {asked}"
+
+
 def class_weight_problem(weights: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a mapping class → weight; None if nothing is. Keys are strings, as YAML gives them."""
     for name, weight in weights.items():

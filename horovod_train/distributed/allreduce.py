@@ -150,6 +150,13 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
     return tf.cast(combined, values.dtype)
 
 
+def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """Return a gradient with changed values; of a sparse one those of its rows. None stays None."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else change(gradient)
+
+
 def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """Return the same gradient with each row index once: rows with the same index are added up.
 

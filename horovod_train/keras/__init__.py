@@ -20,7 +20,6 @@ import horovod_train.tensorflow as _collectives
 from horovod_train.errors import UserError
 from horovod_train.keras import callbacks as callbacks, elastic as elastic
 from horovod_train.tensorflow import (
-    REPLACEMENTS,
     Adasum as Adasum,
     Average as Average,
     Compression as Compression,
@@ -132,4 +131,4 @@ def load_model(
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, REPLACEMENTS)
+    refuse(__name__, name)

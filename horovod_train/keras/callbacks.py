@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -442,13 +443,8 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
 
     Keras does not tell a callback of the others, so this looks for its caller, a CallbackList. Empty if there is none.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList):
-            return caller.callbacks
-        frame = frame.f_back
-    return []
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    return next((each.callbacks for each in callers if isinstance(each, keras.callbacks.CallbackList)), [])
 
 
 class EndEpoch(keras.callbacks.Callback):

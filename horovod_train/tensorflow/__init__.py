@@ -95,11 +95,11 @@ REPLACEMENTS = {
 """Horovod's names that are not served, and what to use in their place."""
 
 
-def refuse(module: str, name: str, replacements: dict[str, str]) -> NoReturn:
+def refuse(module: str, name: str) -> NoReturn:
     """Raise AttributeError that says what to do in place of a name that is not served."""
-    advice = f": {replacements[name]}." if name in replacements else ""
+    advice = f": {REPLACEMENTS[name]}." if name in REPLACEMENTS else ""
     raise AttributeError(f"{module} has no {name!r}{advice}")
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, REPLACEMENTS)
+    refuse(__name__, name)

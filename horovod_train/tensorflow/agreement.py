@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -180,12 +181,8 @@ def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.T
 
 
 def _is_in_fit() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
-            return True
-        frame = frame.f_back
-    return False
+    callers = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code.co_name == "fit")
+    return any(isinstance(frame.f_locals.get("self"), keras.Model) for frame in callers)
 
 
 def members_of(ranks: hvd.ProcessSet) -> list[int]:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from horovod_train.distributed.allreduce import number_of_ranks
+from horovod_train.distributed.allreduce import number_of_ranks, with_values
 from horovod_train.distributed.group import check_have_gradients, key_of
 from horovod_train.distributed.optimizer import OPS, Apply, GradientExchange, distribute, with_loss_scale
 from horovod_train.errors import UserError
@@ -266,8 +266,9 @@ class GradientCombiner:
             prefix = f"{prefix}.{number_of(weights[0], self.process_set)}"
             count_exchange(weights, prefix, self.process_set)
         if self.scale_local_gradients:
+            ranks = number_of_ranks(self.process_set)
             for i in local_indices:
-                combined[i] = _divide(combined[i], number_of_ranks(self.process_set))
+                combined[i] = with_values(combined[i], lambda values: values / tf.cast(ranks, values.dtype))
         for number, bucket in enumerate(self._split_by_dtype(combined, indices, variables)):
             if len(bucket) == 1:
                 combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{places[bucket[0]]}")
@@ -311,12 +312,6 @@ class GradientCombiner:
             yield from members.values()
 
 
-def _divide(grad: Any, divisor: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_divide(grad.values, divisor), grad.indices, grad.dense_shape)
-    return None if grad is None else grad / tf.cast(divisor, grad.dtype)
-
-
 def _variables_of(layers: Any, owner: str) -> list[Any]:
     """Return the trainable variables of a layer, or of several. Raises UserError for what is not a Keras layer."""
     layers = [layers] if isinstance(layers, keras.Layer) else list(layers or ())
@@ -357,10 +352,8 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
             )
 
     class WithLocalVariables(base):
-        @property
-        def gradient_combiner(self) -> GradientCombiner:
-            """Knows which gradients are combined, and over which ranks."""
-            return combiner
+        gradient_combiner = combiner
+        """Knows which gradients are combined, and over which ranks."""
 
         def register_local_var(self, var: Any) -> None:
             """Leave this variable's gradients out of the exchange: each rank has its own value of it."""

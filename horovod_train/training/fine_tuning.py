@@ -126,8 +126,8 @@ def _find(pattern: str, paths: Sequence[str], where: str) -> list[str]:
 
 def multiply_rates(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], multipliers: Mapping[str, float]
-) -> dict[str, float]:
-    """Make an optimizer multiply its learning rate for the weights that patterns name; return the factors by path.
+) -> None:
+    """Make an optimizer multiply its learning rate for the weights that patterns name.
 
     variables: those that are trained. multipliers: pattern → factor; of several patterns that match a weight's path the
     first counts. Decoupled weight decay (AdamW's, or `weight_decay` of any Keras optimizer) is not multiplied: it is no
@@ -144,7 +144,6 @@ def multiply_rates(
         }
         updating = getattr(optimizer, "inner_optimizer", optimizer)
         take_class(updating, _with_own_rates(type(updating), by_id))
-    return factors
 
 
 def _with_own_rates(base: type, factors: Mapping[int, float]) -> type:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_train.data.batch_source import Batch
+from horovod_train.distributed.allreduce import with_values
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
 from horovod_train.shown_text import listed
@@ -247,10 +248,5 @@ def poison_if_nonfinite(loss: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
     indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     if indices:
         smallest = min(indices, key=lambda index: gradients[index].shape.num_elements() or math.inf)
-        gradient = gradients[smallest]
-        if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values + tf.cast(0.0 * loss, gradient.values.dtype)
-            poisoned[smallest] = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        else:
-            poisoned[smallest] = gradient + tf.cast(0.0 * loss, gradient.dtype)
+        poisoned[smallest] = with_values(poisoned[smallest], lambda values: values + tf.cast(0.0 * loss, values.dtype))
     return poisoned

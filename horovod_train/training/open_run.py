@@ -26,7 +26,7 @@ from horovod_train.checkpoint.layout import Checkpoint
 from horovod_train.checkpoint.manager import Store, open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import is_users, users_modules
-from horovod_train.config.rules import resolve
+from horovod_train.config.rules import kept_batch, resolve
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import (
@@ -233,7 +233,9 @@ def open_run(config: Config) -> Iterator[Run]:
         batch_before = checkpoint.facts.setting("data.global_batch_size") if checkpoint else None
         batch_before = group.broadcast_object(batch_before)
         with group.raise_together():
-            config = resolve_as_before(config, group.size, batch_before)
+            asked, config = config, resolve(config, group.size, batch_before)
+        if line := kept_batch(asked, config, group.size):
+            log.info(line)
         _introduce(group, config)
         data = _open_data(config, group)
         if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
@@ -250,21 +252,6 @@ def open_run(config: Config) -> Iterator[Run]:
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
         times = PhaseTimes(lambda: _measured_phase(group, parts.train_step))
         yield Run(config, group, output, store, stopping, run_end, parts, checkpoint, started, times)
-
-
-def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Config:
-    """Resolve the config for `size` ranks; keep the previous global batch size if the config sets none.
-
-    So a run resumes unchanged at any number of ranks. Raises UserError as `resolve` does.
-    """
-    resolved = resolve(config, size, batch_before)
-    alone = config.data.global_batch(size)
-    if resolved.data.global_batch_size != alone:
-        per_rank = config.data.batch_size_per_rank
-        log.info(
-            f"the global batch stays {batch_before}; data.batch_size_per_rank {per_rank} would make it {alone} here"
-        )
-    return resolved
 
 
 def _measured_phase(group: WorkerGroup, train_step: TrainStep) -> str | None:

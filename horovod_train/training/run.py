@@ -206,7 +206,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         evaluations = []
     return [
         at(profiled, stop_profile),  # first: the profile holds only the step
-        every(per_call, show_progress),
+        every(per_call, lambda run, step: run.output.show_progress(step)),
         every(None if is_by_epoch else config.log.every_steps, log_training, at_end="always"),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
@@ -231,10 +231,6 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         ),
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
     ]
-
-
-def show_progress(run: Run, step: int) -> None:
-    run.output.show_progress(step)
 
 
 def _histograms(run: Run) -> HookFunction:

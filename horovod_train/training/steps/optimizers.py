@@ -22,7 +22,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.keras_seams import method_replaced, weights_of
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
-from horovod_train.training.sync import SyncStrategy
+from horovod_train.training.sync import Exchanged, SyncStrategy
 
 
 def optimizers_in(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
@@ -208,13 +208,12 @@ class Update:
                 self._apply_combined(optimizer, combined, variables)
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
 
-    def _exchange(self, path: str, gradients: list[Any], variables: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    def _exchange(self, path: str, gradients: list[Any], variables: Sequence[Any]) -> Exchanged:
         """Collective: return the gradients to apply, and this rank's part of them."""
         combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
         if self.is_alone:
             step = tf.identity(self.step)
-            exchanged = self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
-            return exchanged.gradients, exchanged.local
+            return self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
         # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
         # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
         # differ, only on some of them.
@@ -224,7 +223,7 @@ class Update:
                 exchanged = self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
             with tf.control_dependencies([self.enter("exchange", after=gradients)]):
                 self.enter("compute", after=exchanged.gradients)
-        return exchanged.gradients, exchanged.local
+        return exchanged
 
     @property
     def is_alone(self) -> bool:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.data.batch_source import Batch, StepSize
-from horovod_train.distributed.allreduce import exchange_name
+from horovod_train.distributed.allreduce import exchange_name, with_values
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.keras_seams import mask_of, take_class
 from horovod_train.training.losses import refuse_logits
@@ -181,15 +181,10 @@ class Shares:
 
     def scaled(self, gradient: Any) -> Any:
         """Return a gradient times the share; 0 if that is 0, whatever the rows are that were computed instead."""
-        if self.share is None or gradient is None:
+        share = self.share
+        if share is None:
             return gradient
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(self._times_share(gradient.values), gradient.indices, gradient.dense_shape)
-        return self._times_share(gradient)
-
-    def _times_share(self, values: tf.Tensor) -> tf.Tensor:
-        assert self.share is not None
-        return tf.math.multiply_no_nan(values, tf.cast(self.share, values.dtype))
+        return with_values(gradient, lambda values: tf.math.multiply_no_nan(values, tf.cast(share, values.dtype)))
 
     def take_on(self, loss: keras.losses.Loss) -> None:
         """Make a loss that of all ranks inside a step; elsewhere, and saved, it is what it was."""
