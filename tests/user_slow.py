@@ -49,6 +49,23 @@ def digits(seconds: float) -> keras.Model:
     return keras.Model(image, Delay(seconds, works=False)(keras.layers.Dense(10)(hidden)))
 
 
+class LateToTrace(keras.layers.Layer):
+    """Passes its input on. Takes its time whenever a step is traced, as large models do."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        if isinstance(x, tf.Tensor) and not tf.executing_eagerly():
+            time.sleep(TRACED_IN_S)
+        return x
+
+
+TRACED_IN_S = 5.0
+
+
+def to_trace() -> keras.Model:
+    image = keras.Input((28, 28, 1))
+    return keras.Model(image, LateToTrace()(keras.layers.Dense(10)(keras.layers.Flatten()(image))))
+
+
 class DelayInEvaluation(Delay):
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
         return super().call(x, training=not training)

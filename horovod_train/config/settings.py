@@ -263,7 +263,7 @@ class WatchConfig:
         600.0, "seconds without progress after which all ranks write their stacks and end; above warn_after_s"
     )
     first_step_after_s: float = setting(
-        1800.0, "in place of stop_after_s until the first step has been compiled; at least that"
+        1800.0, "in place of stop_after_s until the first step is over, and while another is compiled; at least that"
     )
 
 

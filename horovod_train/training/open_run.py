@@ -72,26 +72,26 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Stopwatch:
-    """Measures training time, without evaluation, saving and the first call, which compiles."""
+    """Measures training time, without evaluation, saving and calls that compile."""
 
     seconds: float = 0.0
     steps: int = 0
     records: int = 0
-    is_running: bool = False
-    _lap: float = field(default=0.0, repr=False)
+    _lap: float | None = field(default=None, repr=False)
+    """When what `seconds` does not contain yet began; None while the watch does not run."""
     _blocked: dict[str, float] = field(default_factory=dict, repr=False)
 
+    def start(self) -> None:
+        self._lap = time.perf_counter()
+
     def count(self, steps: int, records: int) -> None:
-        """Add a finished call; the first one only starts the watch."""
-        if self.is_running:
-            self.steps += steps
-            self.records += records
-        else:
-            self._lap, self.is_running = time.perf_counter(), True
+        """Add a finished call."""
+        self.steps += steps
+        self.records += records
 
     def read(self) -> tuple[float, int, int]:
         """Return seconds, steps and records so far."""
-        if self.is_running:
+        if self._lap is not None:
             now = time.perf_counter()
             self.seconds, self._lap = self.seconds + now - self._lap, now
         return self.seconds, self.steps, self.records
@@ -104,8 +104,10 @@ class Stopwatch:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         self.read()
+        is_running, self._lap = self._lap is not None, None
         yield
-        self._lap = time.perf_counter()
+        if is_running:
+            self.start()
 
     def note_blocked(self, name: str, seconds: float) -> None:
         """Note the time for which something has blocked training."""

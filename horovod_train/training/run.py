@@ -279,6 +279,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     requested, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
     run.group.heartbeat.phase("compile")
     run.group.heartbeat.set_probe(parts.train_step.phase_variable)
+    run.clock.start()
     if step and not requested:
         # First finish hooks that the last stop interrupted, such as an evaluation.
         reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
@@ -327,21 +328,34 @@ def _remaining_batches(run: Run) -> Batches:
 
 def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
-    state, clock, stopping = run.state, run.clock, run.stopping
+    state, train_step = run.state, run.parts.train_step
     size = run.parts.train.size_of(position(state, run.parts.train))
-    line = "compiling the first step, which takes minutes for large models"
-    with nullcontext() if clock.is_running else said_if_slow(line):
-        done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
+    compiles = not train_step.has_compiled(size)  # alike on all ranks: their sizes change at the same steps
+    with _compiling(run) if compiles else nullcontext():
+        done, continues, ids = train_step.run(batches, step - int(state.step), size)
     run.group.heartbeat.phase("train")
     run.group.heartbeat.has_stepped = True
-    if not clock.is_running:
-        stopping.pace.forget()  # the first call compiles; later ones are faster
-    clock.count(done, _move_on(state, run.parts.train, ids, audit))
+    records = _move_on(state, run.parts.train, ids, audit)
+    if not compiles:
+        run.clock.count(done, records)
     if not continues:
         raise state.divergence(run.group)
     to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
-    stopping.margin.time_to_safe_step_s = clock.s_per_step() * to_safe_step
+    run.stopping.margin.time_to_safe_step_s = run.clock.s_per_step() * to_safe_step
     return step
+
+
+@contextmanager
+def _compiling(run: Run) -> Iterator[None]:
+    """The block compiles a step: the first one, one of another size, or one that trains other weights.
+
+    Its time is neither training time, nor a time by which ranks vote, nor limited as that of a step is.
+    """
+    which = "the step again" if run.group.heartbeat.has_stepped else "the first step"
+    line = f"compiling {which}, which takes minutes for large models"
+    with run.clock.stopped(), run.group.heartbeat.phase("compile"), said_if_slow(line):
+        yield
+    run.stopping.pace.forget()
 
 
 @contextmanager

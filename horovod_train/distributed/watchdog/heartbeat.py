@@ -67,7 +67,7 @@ class Beat:
     """how often the main thread has entered a phase: counts as progress, even if it returns to the same phase"""
     seconds: float
     has_stepped: bool = False
-    """whether a training step is over, so that the next ones need no compiling"""
+    """whether a training step is over: a later one that compiles says so by its phase"""
 
     def is_unchanged_from(self, other: Beat) -> bool:
         return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)

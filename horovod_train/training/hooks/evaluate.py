@@ -69,9 +69,11 @@ def is_evaluated(run: Run, step: int) -> bool:
 def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason | None:
     step.counter.step = int(run.state.step)
     before = step.forward_state.values()
+    heartbeat = run.group.heartbeat
     for batches, steps, size in pipeline.one_epoch(run.config.train.steps_per_call):
+        compiling = nullcontext() if step.has_compiled(size) else heartbeat.phase("compile", "a step of the evaluation")
         # By default errors are explained from the training data, and progress is that of training.
-        with run.group.heartbeat.probing(step.counter), pipeline.explaining():
+        with compiling, heartbeat.probing(step.counter), pipeline.explaining():
             step.run(batches, steps, size)
         if reason := run.stopping.vote_periodically():
             for variable, value in zip(step.forward_state.variables, before, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -59,10 +59,13 @@ class Summaries:
         """
         if self._batch is None:
             self._batch = self._read()
-        if self._traces != self.train_step.traces:  # other variables are trained than before
+        compiles = self._traces != self.train_step.traces  # none before, or other variables are trained
+        if compiles:
             self._run = tf.function(self._gradients_and_outputs, autograph=False)
             self._traces = self.train_step.traces
-        gradients, outputs = self._run(self._batch)
+        heartbeat = self.train_step.rows.group.heartbeat
+        with heartbeat.phase("compile", "the histograms") if compiles else nullcontext():
+            gradients, outputs = self._run(self._batch)
         named = ((weight.path, as_tf_variable(weight)) for weight in self.train_step.state.model.weights)
         weights = by_unique_name(named)
         names = {variable.ref(): name for name, variable in weights.items()}

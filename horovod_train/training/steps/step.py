@@ -127,6 +127,10 @@ class TrainStep:
         self._forward_backward_by_xla = tf.function(self._forward_backward, autograph=False, jit_compile=True)
         self.traces += 1
 
+    def has_compiled(self, size: StepSize) -> bool:
+        """Return whether `run` need not compile first for steps of this size."""
+        return size in self._runs
+
     def run(self, batches: Batches, steps: int, size: StepSize) -> tuple[int, bool, np.ndarray]:
         """Train on the next `steps` batches in one compiled call; stop early where gradients are no longer finite.
 
@@ -444,6 +448,10 @@ class EvalStep:
     def retrace(self) -> None:
         """Compile the step when it runs next: a loss has the penalties of the weights that are trained then."""
         self._runs: dict[Any, Any] = {}
+
+    def has_compiled(self, size: StepSize) -> bool:
+        """Return whether `run` need not compile first for steps of this size."""
+        return size in self._runs
 
     def run(self, batches: Batches, steps: int, size: StepSize) -> None:
         """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
