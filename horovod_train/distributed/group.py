@@ -108,13 +108,19 @@ class WorkerGroup:
     def to_root(self, rows: np.ndarray) -> np.ndarray:
         """Collective: return on root the rows of all ranks, in the order of the ranks; elsewhere no rows.
 
-        rows: [n, ...] of any dtype of fixed size, n at least 1; the same dtype and row shape on every rank.
+        rows: [n, ...] of any dtype of fixed size, n at least 1; the same shape and dtype on every rank. Sent in pieces
+        of at most MAX_BYTES over all ranks: Horovod counts them over MPI in int32, and would write elsewhere.
         """
-        words = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+        sent = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        most = objects.MAX_BYTES // self.size
+        pieces = []
         with self.heartbeat.phase("exchange"), tf.device(HOST):
-            splits = [len(rows), *[0] * (self.size - 1)]
-            received, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
-        return received.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+            for piece in np.split(sent, range(most, len(sent), most)):
+                splits = [len(piece), *[0] * (self.size - 1)]
+                received, _ = hvd.alltoall(tf.constant(piece), splits=splits, name="group.to_root")
+                pieces.append(received.numpy().reshape(-1, len(piece)))
+        joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        return joined.reshape(-1).view(rows.dtype).reshape(-1, *rows.shape[1:])
 
     def barrier(self) -> None:
         """Collective: return when every rank has called it."""

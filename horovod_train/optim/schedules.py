@@ -70,8 +70,9 @@ def exponential(lr: float, horizon: Horizon, rate: float, every_epochs: float = 
     steps = horizon.steps(every_epochs)
 
     def formula(step: Any, ops: Any) -> Any:
-        exponent = step / steps
-        return lr * ops.power(rate, ops.floor(exponent) if staircase else exponent)
+        # In a compiled step a division is one ulp wrong, and its whole part one step late; see allreduce.over_ranks.
+        exponent = ops.floor_divide(step, float(steps)) if staircase else step / steps
+        return lr * ops.power(rate, exponent)
 
     return formula
 

@@ -169,8 +169,26 @@ def check_types(schema: Any, names: Sequence[str], path: str) -> None:
 
 
 def to_arrays(table: Any) -> Arrays:
-    """Return the columns of an Arrow table as arrays; text, lists of any length and nulls as objects."""
-    return {name: _to_array(table.column(name).combine_chunks()) for name in table.column_names}
+    """Return the columns of an Arrow table as arrays; text, lists of any length and nulls as objects.
+
+    Arrow itself cannot join chunks of 2 GiB of text: it counts their bytes in int32.
+    """
+    return {
+        name: _join_chunks([_to_array(chunk) for chunk in _chunks(table.column(name))]) for name in table.column_names
+    }
+
+
+def _chunks(column: Any) -> Sequence[Any]:
+    return column.chunks or [column.combine_chunks()]
+
+
+def _join_chunks(chunks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the values of all chunks; as objects if those of one are, as where it has nulls."""
+    if len(chunks) == 1:
+        return chunks[0]
+    if any(chunk.dtype == object for chunk in chunks):
+        return objects(list(itertools.chain.from_iterable(chunks)))
+    return np.concatenate(chunks)
 
 
 def _is_supported(kind: Any) -> bool:
@@ -207,10 +225,10 @@ def _is_tensor(kind: Any) -> bool:
 def _to_array(column: Any) -> np.ndarray:
     arrow = _pyarrow()
     kind = column.type
-    if isinstance(column, arrow.ChunkedArray):
-        column = column.chunk(0) if column.num_chunks == 1 else arrow.concat_arrays(column.chunks)
     if arrow.types.is_dictionary(kind):
-        return _to_array(column.dictionary_decode())
+        long = {arrow.string(): arrow.large_string(), arrow.binary(): arrow.large_binary()}  # see to_arrays
+        values = column.dictionary.cast(long.get(kind.value_type, kind.value_type))
+        return _to_array(arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode())
     if _is_file(kind):
         return _to_array(column.field("bytes"))
     if _is_tensor(kind):

@@ -40,6 +40,11 @@ try:
         group.gather("more than 10 bytes")
 except RunError as error:
     facts["too_large"] = str(error)
+numbers = np.arange(12.0).reshape(4, 3) + 100 * rank
+facts["to_root"] = group.to_root(numbers).tolist()
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(objects, "MAX_BYTES", 20 * size)  # pieces that end within a number
+    facts["to_root_in_pieces"] = group.to_root(numbers).tolist()
 variable = tf.Variable([float(rank), 7.0])
 group.broadcast([variable])
 facts["broadcast"] = variable.numpy().tolist()

@@ -36,6 +36,8 @@ def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str,
         assert facts["broadcast_object"] == "from 0"
         assert facts["broadcast"] == [0.0, 7.0]
         assert facts["gathered_bytes"] == [[list(range(other)), "x" * other] for other in range(np)]
+        of_all = [[100 * other + 3 * row + column for column in range(3)] for other in range(np) for row in range(4)]
+        assert facts["to_root"] == facts["to_root_in_pieces"] == (of_all if facts["rank"] == 0 else [])
         assert facts["too_large"].startswith("group.gather: an exchange carries at most 10 bytes over all ranks; rec")
 
 

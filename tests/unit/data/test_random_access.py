@@ -405,6 +405,23 @@ def test_equal_lists_of_text_are_duplicates_and_texts_are_not_run_together(tmp_p
     assert check_records(lists).duplicates == 1
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_a_row_group_of_more_text_than_arrow_counts_has_no_bad_record(tmp_path: Path, is_dictionary: bool) -> None:
+    """2.3 GB of the same text, which is a small file."""
+    records, text = 23_000, "a" * 100_000
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(records, np.int32)), pa.array([text]))
+    if not is_dictionary:
+        texts = pa.chunked_array([texts[:11_500].cast(pa.string()), texts[11_500:].cast(pa.string())])
+    pa.parquet.write_table(pa.table({"x": texts, "y": np.arange(records)}), tmp_path / "a.parquet")
+    data = config(tmp_path / "a.parquet", inputs=("x",), targets=("y",))
+    block = open_records(data, "train").source.open()(0)
+    assert not block.faults
+    assert isinstance(block.data, dict)
+    assert block.data["y"][-1] == records - 1
+    assert block.data["x"][-1] == text
+
+
 def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.table({"x": [0.5, None, 1.5], "y": [0, 1, 2]}), tmp_path / "a.parquet")
     data = config(tmp_path / "a.parquet", targets=("y",))

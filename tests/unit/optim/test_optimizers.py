@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from horovod_train.config.settings import Config, LrScheduleConfig, OptimizerSpec, Spec, TrainConfig
 from horovod_train.errors import UserError
@@ -55,6 +56,19 @@ def test_warm_up_rises_by_step_to_the_decayed_rate() -> None:
     config = LrScheduleConfig(base_lr=0.1, warmup_epochs=2, decay=Spec("exponential", {"rate": 0.5}))
     expected = {0: 0.1 / 20, 9: 0.1 * 10 / 20, 10: 0.05 * 11 / 20, 19: 0.05, 20: 0.025}
     assert {step: rate(config, step) for step in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_staircase_falls_at_the_planned_step_also_in_a_compiled_step() -> None:
+    """There a division by a constant is a product with its reciprocal: 47 / 47 is less than 1."""
+    config = LrScheduleConfig(base_lr=1.0, decay=Spec("exponential", {"rate": 0.5}))
+    for steps_per_epoch in (41, 47, 55, 61, 82, 97, 100, 1563):
+        horizon = Horizon(64, steps_per_epoch, 10 * steps_per_epoch)
+        schedule = build_schedule(config, horizon)
+        assert callable(schedule)
+        compiled = tf.function(lambda step, schedule=schedule: schedule(step))
+        for step in (steps_per_epoch - 1, steps_per_epoch, 2 * steps_per_epoch):
+            planned = build_formula(config, horizon)(float(step), np)
+            assert float(compiled(tf.constant(step, tf.int64))) == planned, (steps_per_epoch, step)
 
 
 DECAYS = [
