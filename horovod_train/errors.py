@@ -36,7 +36,7 @@ class UserError(RunError):
 
 
 class ReadFailed(RunError):
-    """Something cannot be read for a reason that may pass, such as a server that does not answer: start again.
+    """Something cannot be read or written for a reason that may pass, such as a server that does not answer.
 
     Not a UserError, after which no launcher starts a run again.
     """
@@ -95,6 +95,17 @@ def unreadable(error: BaseException) -> type[RunError]:
     may_pass = isinstance(error, TimeoutError | ConnectionError)
     may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
     return ReadFailed if may_pass else UserError
+
+
+def unusable(what: str, error: OSError, advice: str) -> RunError:
+    """Return the error to raise for a file or folder that cannot be read or written: a UserError, or ReadFailed.
+
+    advice: what the user can do, unless it is to start again when the file system answers.
+    """
+    kind = unreadable(error)
+    where = f": {error.filename}" if error.filename and str(error.filename) not in what else ""
+    then = "Start again when its file system answers." if kind is ReadFailed else advice
+    return kind(" ".join(filter(None, (f"{what}: {error.strerror or error}{where}.", then))))
 
 
 @contextmanager

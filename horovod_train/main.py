@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -40,7 +41,7 @@ from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import AlreadySaid, ReadFailed, RunError, UserError
+from horovod_train.errors import AlreadySaid, FailedElsewhere, ReadFailed, RunError, UserError, one_line
 from horovod_train.output import logs
 from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
 from horovod_train.output.run_dir import check_writable
@@ -95,6 +96,9 @@ def _main(argv: Sequence[str]) -> int:
             suggestion = suggest(argv[0], list(COMMANDS))
             raise UserError(f"there is no command {argv[0]!r}; {suggestion} To train: --config FILE, no command.")
         return _train(argv)
+    except FailedElsewhere as error:
+        time.sleep(launcher.ROOT_REPORTS_FIRST_S)  # mpirun kills all when the first ends, also the one that says why
+        return error.exit_code
     except AlreadySaid as error:
         return error.exit_code
     except RunError as error:
@@ -105,11 +109,22 @@ def _main(argv: Sequence[str]) -> int:
             raise
         to_stderr(f"error: {UserError(f'{error.filename}: {error.strerror}. Give a shorter path.')}")
         return UserError.exit_code
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "horovod":
+    except ImportError as error:
+        library = _library_of(error)
+        if library is None:
             raise
-        to_stderr("error: Horovod is not installed. Run: horovod-train build-horovod")
+        problem = f"error: rank {_rank()} ({socket.gethostname()}): {library} cannot be imported: {one_line(error)}."
+        if library == "horovod" and isinstance(error, ModuleNotFoundError):
+            problem = "error: Horovod is not installed. Run: horovod-train build-horovod"
+        to_stderr(problem)
         return UserError.exit_code
+
+
+def _library_of(error: ImportError) -> str | None:
+    """Return which of the libraries that every rank needs could not be imported; None if another module could not."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [str(module).partition(".")[0] for module in [*modules, error.name or ""]]
+    return next((name for name in reversed(packages) if name in ("horovod", "tensorflow", "keras", "mpi4py")), None)
 
 
 def _let_others_know(exit_code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,20 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+from horovod_train.distributed.launch import launcher
+
 UNITS: dict[str, int] = {}
 
 
 def missing_key() -> keras.Model:
     return with_layer(layers.Dense(UNITS["hidden"]))
+
+
+def missing_on_the_last_rank() -> keras.Model:
+    launch = launcher.detect()
+    if launch.rank == launch.size - 1:
+        importlib.import_module("no_such_module")
+    return with_layer(layers.Dense(8))
 
 
 def no_network() -> keras.Model:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.settings import CheckpointConfig, Config
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError, unreadable, unusable
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory with its checkpoints."""
@@ -360,7 +360,7 @@ def open_checkpoint(path: str, where: str, read: Read = verify) -> Checkpoint:
     except Damaged as error:
         raise UserError(f"{where}: {folder} is damaged: {error}. Choose another checkpoint.") from error
     except OSError as error:
-        raise UserError(f"{where}: cannot read {path}: {reason(error)}.") from error
+        raise unusable(f"{where}: cannot read {path}", error, "") from error
 
 
 def path_in(resume: str) -> str:
@@ -407,7 +407,7 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
             return ResumePoint(None, {})
         checkpoint, damaged = newest_whole(folder, read)
     except OSError as error:
-        raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
+        raise unusable(f"checkpoint.resume: {resume}: cannot read {folder}", error, "") from error
     if resume != "auto":
         began_at = checkpoint.facts.began_at if checkpoint else ""
         if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
@@ -429,6 +429,12 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
 
 def _raise_all_damaged(folder: Path, resume: str, damaged: Mapping[int, Any]) -> NoReturn:
     newest_step = max(damaged)
+    causes = [damage.__cause__ for damage in damaged.values()]
+    if all(cause is not None and unreadable(cause) is ReadFailed for cause in causes):
+        raise ReadFailed(
+            f"checkpoint.resume: {resume}: none of the {len(causes)} checkpoint(s) in {folder} can be read; the "
+            f"newest, step {newest_step}: {damaged[newest_step]}. Start again when its file system answers."
+        )
     raise UserError(
         f"checkpoint.resume: {resume}, but none of the {len(damaged)} checkpoint(s) in {folder} is undamaged; "
         f"the newest, step {newest_step}: {damaged[newest_step]}. Choose another --output-dir, or remove "

@@ -37,7 +37,7 @@ from horovod_train.checkpoint.layout import (
     verify,
 )
 from horovod_train.checkpoint.tensors import sync, write
-from horovod_train.errors import UserError
+from horovod_train.errors import unusable
 from horovod_train.output.files import Artifact, check, remove, rename, replace
 
 _INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
@@ -178,10 +178,8 @@ class CheckpointStore(Store):
                 new_name = self.checkpoints.set_aside(later_step, "abandoned").name
                 log.warning(f"{path} is from before the resume at step {step}. It is now called {new_name}.")
         except OSError as error:
-            raise UserError(
-                f"{path}: is from before the resume at step {step}, and cannot be renamed: {reason(error)}. "
-                "Choose another --output-dir."
-            ) from error
+            what = f"{path}: is from before the resume at step {step}, and cannot be renamed"
+            raise unusable(what, error, "Choose another --output-dir.") from error
 
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         self.wait()

@@ -314,9 +314,14 @@ def _checkpoint(choice: str, run_dir: str | None) -> str:
     return str(best.resolve())
 
 
+def is_run_dir(run_dir: Path) -> bool:
+    """Return whether the directory has one of the files and folders that runs leave."""
+    return any((run_dir / name).exists() for name in LEFT_BY_A_RUN)
+
+
 def require_run(run_dir: Path) -> None:
     """Raise UserError if the directory has none of the files and folders that runs leave."""
-    if not any((run_dir / name).exists() for name in LEFT_BY_A_RUN):
+    if not is_run_dir(run_dir):
         problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
         raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
 

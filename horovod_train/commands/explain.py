@@ -37,14 +37,17 @@ from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, read_lease
 from horovod_train.output.rank_log import (
     FOLDER,
     MOST_CLOCKS_DIFFER_S,
+    Entry,
     RankStory,
     launch_log,
     log_file,
     name_ranks,
+    read_line,
+    read_starts_of_root,
     read_stories,
 )
 
-State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
+State = Literal["finished", "stopped", "failed", "crashed", "disappeared", "stalled", "running", "unknown"]
 WATCH_S = 2 * REFRESH_S
 LAUNCH_LINES = 6
 """How many of the last lines of the command launch are shown: those of about three starts."""
@@ -53,6 +56,7 @@ _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
 """What registry.raised_at adds to an error of the user's code."""
 _STEP = re.compile(r'"step": (\d+)')
+_FATAL = re.compile(r"Fatal Python error: (.+)")
 
 _BY_TEXT = (
     (
@@ -154,7 +158,8 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     require_run(run_dir)
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
-    outcome = _judge(stories, summary, lambda: _find_running(run_dir, watch_s))
+    launched = _launched(run_dir)
+    outcome = _without_logs(launched, stories) or _judge(stories, summary, lambda: _find_running(run_dir, watch_s))
     if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
         # It may have ended while its files and its lease were looked at, which takes seconds.
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
@@ -174,21 +179,34 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
         slow=slow[-3:],
         earlier=_earlier(outcome, stories, summary),
-        launched=_launched(run_dir),
+        launched=[f"{line.time} launch: {line.text}" for line in launched[-LAUNCH_LINES:]],
         last_step=last_step,
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, checkpoint),
+        next=_next(run_dir, outcome, stories, checkpoint, launched),
     )
 
 
-def _launched(run_dir: Path) -> list[str]:
+def _launched(run_dir: Path) -> list[Entry]:
+    """Return what the command launch has said of its starts."""
     try:
         lines = launch_log(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return lines[-LAUNCH_LINES:]
+    return [entry for line in lines if (entry := read_line(line)) and entry.kind == "launch:"]
+
+
+def _without_logs(launched: Sequence[Entry], stories: Mapping[int, RankStory]) -> Outcome | None:
+    """Return how the last start of launch ended, if its ranks left no logs: those that are there tell of another."""
+    begun = [entry for entry in launched if entry.text.startswith("start ")]
+    if not begun or not launched[-1].text.startswith("stopped: "):
+        return None
+    logged = max((datetime.fromisoformat(story.entries[0].time) for story in stories.values()), default=None)
+    if logged is not None and logged >= datetime.fromisoformat(begun[-1].time):
+        return None
+    what = f"the last start ended before its ranks had logs: {launched[-1].text.removeprefix('stopped: ')}"
+    return Outcome("failed", what, None, launched[-1].time)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -244,7 +262,8 @@ def _judge(
         return Outcome("stopped", f"stopped after {summary.get('steps', '?')} steps: {reason}")
     if (0 in ends and ends[0]["ended"] == "done") or (is_finished and not stories):
         why = "" if reason == "done" else f" ({reason})"
-        return Outcome("finished", f"finished after {summary.get('steps', '?')} steps{why}")
+        when = ends[0]["time"] if 0 in ends else None
+        return Outcome("finished", f"finished after {summary.get('steps', '?')} steps{why}", None, when)
     if 0 in ends:
         why = ends[0].get("error") or reason
         return Outcome("stopped", f"stopped at step {ends[0].get('step')}: {why}", None, ends[0]["time"])
@@ -320,7 +339,20 @@ def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
             story_of_gone = stories.get(int(gone[1])) if gone else None
             # A rank whose log has an end has only lost its connection.
             if gone and not (story_of_gone and story_of_gone.end):
-                yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
+                crash = _crash(story_of_gone) if story_of_gone else ""
+                what = entry.text.partition(" disappeared")[0] + f" crashed: {crash}" if crash else entry.text
+                yield Outcome("crashed" if crash else "disappeared", what, int(gone[1]), entry.time)
+
+
+def _crash(story: RankStory) -> str:
+    """Return what Python noted of a crash in C code, as "Segmentation fault, at model.py:27"; "" if it noted none."""
+    text = story.entries[-1].text
+    fatal = _FATAL.search(text)
+    if fatal is None:
+        return ""
+    frames = re.findall(r'File "(.+)", line (\d+) in', text[fatal.end() :])
+    own = [f"{path}:{line}" for path, line in frames if "site-packages" not in path and "/lib/python" not in path]
+    return f"{fatal[1]}, at {own[0]}" if own else fatal[1]
 
 
 def _is_alive(story: RankStory) -> bool:
@@ -370,7 +402,13 @@ def _ended_by_another(story: RankStory) -> bool:
     return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
 
 
-def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: LastGood | None) -> str:
+def _next(
+    run_dir: Path,
+    outcome: Outcome,
+    stories: Mapping[int, RankStory],
+    checkpoint: LastGood | None,
+    launched: Sequence[Entry],
+) -> str:
     logs = run_dir / FOLDER
     if outcome.state == "finished":
         return "nothing to do"
@@ -380,8 +418,12 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     host = story.host if story else "its host"
     log = log_file(logs, story.rank) if story else logs
     end = story.end if story is not None and story.end is not None else {}
+    remedy = "read what the ranks have printed; only the terminal, or the job's output, has it"
+    if outcome.rank is not None:
+        remedy = _remedy(str(end.get("error")), end.get("exit_code", 1), run_dir, log)
     first = {
-        "failed": f"{_remedy(str(end.get('error')), end.get('exit_code', 1), run_dir, log)}; then ",
+        "failed": f"{remedy}; then ",
+        "crashed": f"see the stack in {log}; then ",
         "disappeared": f"see whether {host} ran out of memory, the likely reason (dmesg, or the scheduler's "
         "record), and take a smaller data.global_batch_size then; or whether the scheduler ended the job; then ",
         "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
@@ -389,8 +431,17 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     stop_file = run_dir / STOP_FILE
     if stop_file.exists():
         first += f"remove {stop_file}, which would stop the run again; then "
+    if not (run_dir / "config.yaml").exists():
+        return f"{first}start it again with the same command"
     does = "resume with" if checkpoint else "start again with"
-    return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
+    return f"{first}{does}: {_command(run_dir, list(stories.values()), is_launched=_is_launched(launched, run_dir))}"
+
+
+def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
+    """Return whether launch has started the last start's ranks: after the start before that."""
+    begun = [datetime.fromisoformat(entry.time) for entry in launched if entry.text.startswith("start ")]
+    starts = [datetime.fromisoformat(story.entries[0].time) for story in read_starts_of_root(run_dir)]
+    return bool(begun and starts) and begun[-1] <= starts[-1] and all(before < begun[-1] for before in starts[:-1])
 
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
@@ -407,8 +458,11 @@ def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     return f"read the traceback in {log}"
 
 
-def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
-    """Return the command that starts the run again as it was started, on each rank if a scheduler has started those."""
+def _command(run_dir: Path, stories: Sequence[RankStory], *, is_launched: bool = False) -> str:
+    """Return the command that starts the run again as it was started, on each rank if a scheduler has started those.
+
+    is_launched: whether the command launch has started the ranks, by mpirun for example.
+    """
     words = ["--config", str(run_dir / "config.yaml")]
     if not resumes_by_itself(run_dir):
         words.append("checkpoint.resume=auto")
@@ -416,7 +470,7 @@ def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
     main = ["python", "-m", "horovod_train.main"]
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
     is_one_host = len({story.host for story in stories}) < 2
-    if launcher == "launch":
+    if launcher == "launch" or is_launched:
         return shlex.join([*main, "launch", *(_hosts(stories) or ["-np", size]), "--", *words])
     if launcher == "torchrun" and is_one_host:
         return shlex.join(["torchrun", "--nproc-per-node", size, *main[1:], *words])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
-from horovod_train.commands.cli import EXAMPLE, Parser, add_config_arguments, at_least_0, count, load_config
+from horovod_train.commands.cli import EXAMPLE, Parser, add_config_arguments, at_least_0, count, is_run_dir, load_config
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch import hosts, launcher
 from horovod_train.distributed.launch.conventions import Meeting
@@ -345,8 +345,11 @@ class Supervisor:
             self._say_start(restarts, newest)
             verdict, seconds, lost = self._start(is_first=not has_run)
             after = f"{verdict.why}, after {seconds:.0f} s"
-            if verdict.follows != "again":
-                self._say(f"{after if verdict.follows == 'done' else f'stopped: {after}'}")
+            if verdict.follows == "done":
+                self._say(after)
+                return verdict.code
+            if verdict.follows == "stop":
+                self._say(f"stopped: {after}{'' if verdict.code in SAVED else self._hint()}")
                 return verdict.code
             before, newest = newest, self._newest(newest)
             if lost:  # else no rank has trained, as while hosts do not answer
@@ -440,7 +443,12 @@ class Supervisor:
         self._unlogged.clear()
 
     def _give_up(self, why: str, code: int) -> int:
-        run_dir = self.program.run_dir
-        advice = "" if run_dir is None else f". What happened: horovod-train explain {shlex.quote(str(run_dir))}"
-        self._say(f"stopped: {why}{advice}")
+        self._say(f"stopped: {why}{self._hint()}")
         return code
+
+    def _hint(self) -> str:
+        """Return which command says more; "" if the ranks have left nothing that it could read."""
+        run_dir = self.program.run_dir
+        if run_dir is None or not is_run_dir(run_dir):
+            return ""
+        return f". What happened: horovod-train explain {shlex.quote(str(run_dir))}"

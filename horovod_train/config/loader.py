@@ -30,7 +30,7 @@ from horovod_train.config.paths import (
 from horovod_train.config.registry import suggest
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, Seconds, Spec
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, one_line, unreadable
 
 T = TypeVar("T")
 Origins = dict[str, str]
@@ -163,7 +163,7 @@ def _read_yaml(name: str) -> _Located:
         if setting_like(name) == name and "." in name:
             raise UserError(f"argument {name!r}: expected section.key=value, without blanks: {name}=VALUE.") from error
         hint = did_you_mean(name) if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"--config {name}: cannot be read: {reason}.{hint}") from error
+        raise unreadable(error)(f"--config {name}: cannot be read: {reason}.{hint}") from error
     return _located(compose(text, name), name)
 
 

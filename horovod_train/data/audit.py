@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train.data.source import mark_skipped
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, unusable
 from horovod_train.output.files import Artifact, Lines, remove
 
 FOLDER = "audit"
@@ -73,9 +73,7 @@ class AuditLog:
                 if position >= start.position and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
                     remove(path, _FILE)
         except OSError as error:
-            raise UserError(
-                f"data.audit: cannot write to {folder}: {error.strerror}. Choose another --output-dir."
-            ) from error
+            raise unusable(f"data.audit: cannot write to {folder}", error, "Choose another --output-dir.") from error
         name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
         self.lines = Lines(folder / name, write_from_bytes=_WRITE_FROM_BYTES)
         self._write(asdict(start))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, unusable
 from horovod_train.output.logs import ANY_RANK
 
 STOP_FILE = "STOP"
@@ -196,7 +196,7 @@ def must_be_writable(path: Path) -> Iterator[None]:
             f"output_dir: {error.filename} {error.strerror}, and a run would replace it. Choose another: --output-dir."
         ) from error
     except OSError as error:
-        raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
+        raise unusable(f"output_dir: cannot write {path}", error, "Choose another: --output-dir.") from error
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

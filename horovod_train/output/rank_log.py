@@ -34,6 +34,9 @@ MOST_CLOCKS_DIFFER_S = 60.0
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
 _INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
+_ENDED = re.compile(r"(\w+), exit code (\d+)")
+_OUR_CLASS = re.compile(r"^horovod_train\.errors\.\w+: ")
+"""What Python's tracebacks begin the text of our errors with."""
 _PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
 
 
@@ -77,6 +80,8 @@ class FileRankLog(RankLog):
         self._lines = _LogLines(log_file(folder, rank))
         # C code writes stacks, when there may be no time left to open a file.
         self._stacks = self._lines.path.open("a", encoding="utf-8")
+        if not faulthandler.is_enabled():  # as by PYTHONFAULTHANDLER, whose reader looks at the terminal
+            faulthandler.enable(self._stacks)  # a crash in C code has no exception
         if is_cut_short(self._lines.path):
             self._lines.add(b"\n")
 
@@ -184,7 +189,8 @@ class Introduction:
 
 @dataclass(frozen=True)
 class RankStory(Introduction):
-    """end: the content of `rank-N.end.json`, see RankLog.end; None if the process could not write it."""
+    """end: the content of `rank-N.end.json`, see RankLog.end; of its line in the log if only that could be written, as
+    on a full disk; None without either."""
 
     entries: tuple[Entry, ...]
     end: Mapping[str, Any] | None
@@ -235,8 +241,29 @@ def _read_starts(path: Path) -> list[RankStory]:
         if (about := read_introduction(entries[0].text))
     ]
     if stories:
-        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]))
+        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]) or _end_in_log(stories[-1]))
     return stories
+
+
+def _end_in_log(story: RankStory) -> Mapping[str, Any] | None:
+    """Return the end that the log itself tells of, if it does."""
+    found = [(entry.time, match) for entry in story.find("end") if (match := _ENDED.fullmatch(entry.text))]
+    if not found:
+        return None
+    time, (ended, exit_code) = found[-1][0], found[-1][1].groups()
+    phases = [read_phase(entry.text) for entry in story.find("phase")]
+    errors = [entry.text.splitlines()[-1].strip() for entry in story.entries if entry.kind in ("failed", "cause")]
+    return {
+        "rank": story.rank,
+        "host": story.host,
+        "pid": story.pid,
+        "time": time,
+        "ended": ended,
+        "exit_code": int(exit_code),
+        "phase": phases[-1][0] if phases else "start",
+        "step": max((step for _, step in phases if step is not None), default=None),
+        "error": _OUR_CLASS.sub("", errors[-1]) if errors else None,
+    }
 
 
 def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:

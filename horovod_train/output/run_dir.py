@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from horovod_train.config.registry import call
 from horovod_train.config.settings import LogConfig, Spec
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError, unusable
 from horovod_train.output.console import Screen, unfailing
 from horovod_train.output.files import (
     Artifact,
@@ -78,10 +78,7 @@ def check_writable(directory: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        reason = f"{error.strerror}: {error.filename or directory}"
-        raise UserError(
-            f"output_dir: cannot write to {directory}: {reason}. Choose another with --output-dir."
-        ) from error
+        raise unusable(f"output_dir: cannot write to {directory}", error, "Choose another: --output-dir.") from error
     for name, artifact in _FILES.items():
         with must_be_writable(path / name):
             check(path / name, artifact)

@@ -24,7 +24,7 @@ import numpy as np
 
 from horovod_train.checkpoint.layout import Checkpoint
 from horovod_train.checkpoint.manager import Store, open_store
-from horovod_train.config.loader import as_dict, dump
+from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import kept_batch, resolve
 from horovod_train.config.settings import Config, DataConfig
@@ -341,7 +341,7 @@ def _introduce(group: WorkerGroup, config: Config) -> None:
 def _facts(config: Config) -> dict[str, str]:
     """Return facts that must be equal on all ranks before anything is built."""
     return {
-        "config": consistency.digest(dump(config).encode()),
+        **{f"setting {name}": str(value) for name, value in by_key(as_dict(config))},
         "code of horovod_train": consistency.code_digest(),
         **{f"version of {name}": value for name, value in consistency.versions().items()},
     }

@@ -7,6 +7,7 @@ compiled call or an exchange, and while a rank is frozen. It does not end a run 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import signal
@@ -60,7 +61,7 @@ class Watchdog:
     def announce_cause(self, cause: Cause) -> None:
         """Tell all ranks why the run ends."""
 
-    def find_cause(self) -> Cause | None:
+    def find_cause(self, exit_code: int = 1) -> Cause | None:
         """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S."""
         return None
 
@@ -95,10 +96,10 @@ class RankWatchdog(Watchdog):
         with self._state.changed:
             self._state.announce_cause(cause)
 
-    def find_cause(self) -> Cause | None:
+    def find_cause(self, exit_code: int = 1) -> Cause | None:
         state, deadline = self._state, time.monotonic() + LEAVE_WITHIN_S
         with state.changed:
-            state.start_exit_timer(1)
+            state.start_exit_timer(exit_code)
             while state.cause is None and time.monotonic() < deadline:
                 state.changed.wait(state.intervals.turn_s)
                 if state.cause is None:  # this rank may have to say why itself, which takes time too
@@ -218,7 +219,7 @@ class RunEnd:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, SystemExit):
             error = failure_of(error)
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             with self._watchdog.reporting_failure():
                 exit_code = self._report(error)
             raise AlreadySaid(str(error), exit_code) from error
@@ -228,9 +229,11 @@ class RunEnd:
             self._log.write_traceback(error, "stopped")
             self.close("stopped", 1, error=type(error).__name__)
 
-    def _report(self, error: Exception) -> int:
+    def _report(self, error: BaseException) -> int:
         """Report the exception that ends the run on this rank, unless another rank has; return the exit code."""
         if isinstance(error, FailedElsewhere):
+            # The rank that knows has said it by then: mpirun kills all when the first one ends.
+            self._watchdog.find_cause(error.exit_code)
             self._record_end("followed", error.exit_code, error=str(error))
             return error.exit_code
         may_be_own = is_of_nccl(error)
@@ -262,7 +265,7 @@ class RunEnd:
             self._follow(cause)
         return exit_code
 
-    def _sum_up(self, error: Exception) -> tuple[str, int, str]:
+    def _sum_up(self, error: BaseException) -> tuple[str, int, str]:
         """Return what an exception says, its exit code, and the line to show; "": show its traceback.
 
         An error of the user's code, or of an operation on the user's data, is a line if a log has its traceback. Before
@@ -299,7 +302,7 @@ class RunEnd:
         )
 
 
-def _summarize(error: Exception) -> str:
+def _summarize(error: BaseException) -> str:
     """Return the exception in one line.
 
     TensorFlow's messages begin with where the operation was made; the reason follows.
@@ -309,6 +312,7 @@ def _summarize(error: Exception) -> str:
     if operation := _NOT_IN_XLA.search(str(error)):
         return f"jit_compile: true, but XLA cannot compile the operation {operation[1]}; set jit_compile: false"
     lines = (one_line(line) for line in str(error).splitlines())
-    reason = next((line for line in lines if line and not _CONTEXT_LINE.match(line)), "")
+    begun = itertools.dropwhile(lambda line: not line or _CONTEXT_LINE.match(line), lines)
+    reason = one_line(" ".join(itertools.takewhile(lambda line: not _CONTEXT_LINE.match(line), begun)))
     hint = "; NCCL_DEBUG=WARN says more" if is_of_nccl(error) and "NCCL_DEBUG" not in reason else ""
     return f"{type(error).__name__}: {reason[:300]}{hint}" if reason else type(error).__name__

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BIN, PROJECT, Finished, rank_environment, run_process, split_records, summary_of
+from conftest import BIN, PROJECT, Finished, rank_environment, run_process, split_records, summary_of, train
 
 CONFIG = """
 data: {train: digits/train, eval: digits/eval, global_batch_size: 96}
@@ -157,7 +157,7 @@ DIFFERENT: dict[str, tuple[Rank, Prepare, str]] = {
     "config": (
         Rank(words=["seed=2"]),
         lambda here: None,
-        "error: ranks disagree at the start on config: rank 1 ({host}) has",
+        "error: ranks disagree at the start on setting seed: rank 1 ({host}) has '2'; 1 of 2 have '1'.",
     ),
     "code": (
         Rank(environment=OWN_CODE),
@@ -197,6 +197,18 @@ def check_refused(finished: Finished, said: str, run_dir: Path) -> None:
     assert "Traceback" not in finished.stderr
     assert not (run_dir / "metrics.jsonl").exists()
     assert not list(run_dir.glob("checkpoints/*"))
+
+
+def test_the_one_rank_that_fails_is_heard_over_mpi(digits: Path, tmp_path: Path) -> None:
+    """mpirun kills all ranks when the first one ends: the two that only follow must not be that."""
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("user_models:small", "user_faults:missing_on_the_last_rank"))
+    words = [f"data.train={digits}/train", f"data.eval={digits}/eval", "--output-dir", tmp_path / "run"]
+    finished = train(["--config", tmp_path / "config.yaml", *words], launcher="mpirun", np=3)
+    assert finished.returncode == 2, finished.text
+    said = [line for line in finished.stderr.splitlines() if "error: " in line]
+    assert len(said) == 1, finished.text
+    assert "No module named 'no_such_module'" in said[0]
+    assert "rank 2 (" in said[0]
 
 
 def write_keras_json(here: Path) -> None:

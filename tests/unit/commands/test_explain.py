@@ -17,14 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import run_process
 
 from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, pack, sha256
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log, read_stories
+from horovod_train.output.rank_log import end_file, introduction, log_file, make_folder, open_rank_log, read_stories
 
 
 class Run:
@@ -71,7 +72,11 @@ def test_a_finished_run_needs_nothing(tmp_path: Path) -> None:
     run.end(1, "done", 0)
     found = explain(tmp_path)
     assert (found.state, found.next, found.silent) == ("finished", "nothing to do", [])
-    assert list(found.lines()) == [f"{tmp_path}: finished after 470 steps", "next: nothing to do"]
+    assert list(found.lines()) == [
+        f"{tmp_path}: finished after 470 steps",
+        f"when: {found.time}",
+        "next: nothing to do",
+    ]
 
 
 def test_the_end_of_an_earlier_process_is_not_the_end_of_this_one(tmp_path: Path) -> None:
@@ -81,6 +86,8 @@ def test_the_end_of_an_earlier_process_is_not_the_end_of_this_one(tmp_path: Path
         run.end(rank, "failed", 1)
     path = end_file(tmp_path / "logs", 1)
     path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1'))
+    log = log_file(tmp_path / "logs", 1)
+    log.write_text("".join(line for line in log.open() if " end " not in line))
     stories = read_stories(tmp_path)
     assert stories[0].end is not None
     assert stories[1].end is None
@@ -215,9 +222,89 @@ def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
 
 def test_what_launch_said_last_is_shown(tmp_path: Path) -> None:
     Run(tmp_path, 2, "launch")
-    lines = [f"2026-11-26T12:00:0{number} launch: start {number} of at most 11: 2 rank(s)" for number in range(9)]
+    lines = [
+        f"2026-11-26T12:00:0{number}.000+00:00 launch: start {number} of at most 11: 2 rank(s)" for number in range(9)
+    ]
     (tmp_path / "logs" / "launch.log").write_text("\n".join(lines) + "\n")
     assert [line for line in explain(tmp_path).lines() if " launch: " in line] == lines[-6:]
+
+
+def test_a_start_of_launch_that_left_no_logs_hides_no_earlier_one(tmp_path: Path) -> None:
+    """As of a run that is done, whose data are gone when it is started again with more epochs."""
+    run = Run(tmp_path, 2, "launch")
+    summary(run)
+    for rank in (0, 1):
+        run.end(rank, "done", 0)
+    log, why = tmp_path / "logs" / "launch.log", "the config, the arguments or the data are bad, after 3 s"
+
+    def launched(year: int) -> None:
+        lines = ("start 1 of at most 11: 2 rank(s)", f"stopped: {why}")
+        log.write_text("".join(f"{year}-11-26T12:00:00.000+00:00 launch: {line}\n" for line in lines))
+
+    launched(2020)
+    assert explain(tmp_path).state == "finished"
+    launched(2120)
+    found = explain(tmp_path)
+    assert (found.state, found.what) == ("failed", f"the last start ended before its ranks had logs: {why}")
+    assert "read what the ranks have printed" in found.next
+
+
+def test_ranks_that_launch_started_by_mpirun_are_started_by_launch_again(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "launch.log"
+    log.write_text("2020-11-26T12:00:00.000+00:00 launch: start 1 of at most 11: 2 rank(s)\n")
+    run = Run(tmp_path, 2, "mpirun")
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    assert "horovod_train.main launch -np 2 -- --config" in explain(tmp_path).next
+    Run(tmp_path, 2, "mpirun").logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    assert "mpirun" in explain(tmp_path).next  # a later start by hand
+
+
+def test_ends_that_a_full_disk_did_not_take_are_read_from_the_logs(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.logs[0].write("phase", "save after step 470")
+    try:
+        raise RunError("3 saves in a row have failed; the last: No space left on device.")
+    except RunError as error:
+        run.logs[0].write_traceback(error)
+    run.end(0, "failed", 1)
+    run.end(1, "followed", 1)
+    for rank in (0, 1):
+        end_file(tmp_path / "logs", rank).unlink()
+    found = explain(tmp_path)
+    assert (found.state, found.rank, found.followed, found.silent) == ("failed", 0, [1], [])
+    assert found.what == (
+        "rank 0 (node0) failed in save at step 470: 3 saves in a row have failed; the last: No space left on device."
+    )
+    assert "free space on the disk that is full" in found.next
+
+
+CRASHING = """
+import ctypes, pathlib, sys
+from horovod_train.output.rank_log import introduction, open_rank_log
+log = open_rank_log(sys.argv[1], 1, "node0", start_text=introduction(1, 2, "mpirun", "node0"))
+log.write("phase", "train after step 470")
+ctypes.string_at(0)
+"""
+
+
+def test_a_crash_in_c_code_leaves_its_stack_and_is_no_lack_of_memory(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "mpirun")
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    run_process([sys.executable, str(tmp_path / "crashing.py"), str(tmp_path)])
+    run.logs[0].write("start", introduction(0, 2, "mpirun", "node0"))
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    found = explain(tmp_path)
+    assert (found.state, found.rank) == ("crashed", 1)
+    assert found.what == f"rank 1 (node0) crashed: Segmentation fault, at {tmp_path}/crashing.py:6"
+    assert found.next.startswith(f"see the stack in {tmp_path}/logs/rank-1.log; then ")
+
+
+def test_without_a_config_to_name_the_same_command_is_advised(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    (tmp_path / "config.yaml").unlink()
+    run.end(0, "failed", 2, error="no such model")
+    assert explain(tmp_path).next.endswith("then start it again with the same command")
 
 
 def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:

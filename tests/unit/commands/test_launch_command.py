@@ -303,12 +303,16 @@ def test_it_starts_again_as_long_as_there_is_progress(tmp_path: Path) -> None:
 
 
 def test_two_starts_without_progress_end_it_and_it_says_why(tmp_path: Path) -> None:
-    finished = launch("-np", 2, "--over", "gloo", "--run-dir", tmp_path, "--", "sh", "-c", "kill -9 $$")
-    assert finished.returncode == 137
-    assert finished.stderr.count("launch: start ") == 2
-    last = finished.stderr.splitlines()[-1]
-    assert "was killed by SIGKILL" in last
-    assert "two starts in a row have left no checkpoint. What happened: horovod-train explain" in last
+    """And names the command that says more, if the ranks have left what it reads."""
+    for program, hint in (("", ""), (f"mkdir -p {tmp_path}/logs; ", ". What happened: horovod-train explain ")):
+        command = ("-np", 2, "--over", "gloo", "--run-dir", tmp_path, "--", "sh", "-c", f"{program}kill -9 $$")
+        finished = launch(*command)
+        assert finished.returncode == 137
+        assert finished.stderr.count("launch: start ") == 2
+        last = finished.stderr.splitlines()[-1]
+        assert "was killed by SIGKILL" in last
+        assert last.partition("two starts in a row have left no checkpoint")[2].startswith(hint)
+        assert bool(hint) == ("explain" in last)
 
 
 def test_what_it_says_is_kept_with_the_run(tmp_path: Path) -> None:

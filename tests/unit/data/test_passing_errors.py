@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from made_records import config, make_images
 from user_sources import Items
 
 from horovod_train import main
+from horovod_train.checkpoint.layout import find_start, verify
 from horovod_train.commands import plan_model, predict
 from horovod_train.config.settings import Config, DataConfig, Spec
 from horovod_train.data.dataset import find_records, open_records
@@ -23,6 +25,8 @@ from horovod_train.data.storage import DEFAULT, open_file_system
 from horovod_train.data.stream import open_stream
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import ReadFailed, RunError, UserError, reading
+from horovod_train.output.lease import open_lease
+from horovod_train.output.run_dir import check_writable
 from horovod_train.training import fine_tuning
 
 
@@ -87,6 +91,30 @@ def test_a_file_system_that_does_not_answer_at_the_start_is_no_missing_folder(
     monkeypatch.setattr(os, "stat", fail)
     with pytest.raises(ReadFailed, match=rf"^data\.train: {folder}\S* cannot be read: Stale file handle\.$"):
         find_records(config(folder / name), "train")
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["listdir", "open", "mkdir"])
+def test_a_run_directory_that_does_not_answer_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Else launch would not start again, and the user would be told to choose another one, without its checkpoints."""
+
+    def fail(path: Any, *_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    find: dict[str, Callable[[], Any]] = {
+        "listdir": lambda: find_start(tmp_path / "checkpoints", "auto", verify),
+        "open": lambda: open_lease(tmp_path),
+        "mkdir": lambda: check_writable(str(tmp_path / "new")),
+    }
+    monkeypatch.setattr(os, call, fail)
+    expected = UserError if number == errno.EACCES else ReadFailed
+    with pytest.raises(RunError, match=os.strerror(number)) as raised:
+        find[call]()
+    assert type(raised.value) is expected
+    assert ("another" in str(raised.value)) == (expected is UserError and call != "listdir")
+    assert ("Start again" in str(raised.value)) == (expected is ReadFailed)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ReadFailed("init_from: no answer")])

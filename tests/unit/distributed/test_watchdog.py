@@ -5,6 +5,7 @@ In one process, with the real server and real files.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -298,7 +299,7 @@ def test_where_a_rank_has_gone_no_text_of_nccl_is_the_ranks_own(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, _: str
 ) -> None:
     watchdog = NoCause()
-    monkeypatch.setattr(watchdog, "find_cause", lambda: Cause(0, "disappeared: killed or out of memory?", 1))
+    monkeypatch.setattr(watchdog, "find_cause", lambda _=1: Cause(0, "disappeared: killed or out of memory?", 1))
     with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), RankLog(), watchdog):  # type: ignore[arg-type]
         raise nccl_error(text)
     assert capfd.readouterr().err == "stopped: rank 0 (here) disappeared: killed or out of memory?\n"
@@ -309,6 +310,32 @@ def test_that_horovod_has_been_shut_down_says_nothing_of_its_own(capfd: pytest.C
     with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), RankLog(), NoCause()):  # type: ignore[arg-type]
         raise tf.errors.UnknownError(None, None, "Horovod has been shut down. This was caused by an exception on one …")
     assert capfd.readouterr().err == "stopped: another rank has gone; its message says why\n"
+
+
+class FromRust(BaseException):
+    """As the PanicException of libraries written in Rust."""
+
+
+@pytest.mark.parametrize("error", [FromRust("no such file"), asyncio.CancelledError("no such file")])
+def test_what_is_no_exception_to_python_is_a_failure_too(
+    capfd: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    log, watchdog = RankLog(), NoCause()
+    log.name = "logs/rank-1.log"
+    with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), log, watchdog):  # type: ignore[arg-type]
+        raise error
+    assert f"{type(error).__name__}: no such file" in capfd.readouterr().err
+    (cause,) = watchdog.announced
+    assert cause.what.startswith(f"failed: {type(error).__name__}: no such file")
+
+
+def test_the_lines_of_an_error_are_one_up_to_where_it_happened(capfd: pytest.CaptureFixture[str]) -> None:
+    text = "Graph execution error:\n\nDetected at node PyFunc\nValueError: bad row\nin file a.csv\n\nTraceback (most …"
+    log = RankLog()
+    log.name = "logs/rank-1.log"
+    with pytest.raises(AlreadySaid), RunEnd(Group(rank=1), log, NoCause()):  # type: ignore[arg-type]
+        raise tf.errors.UnknownError(None, None, text)
+    assert "UnknownError: ValueError: bad row in file a.csv (at " in capfd.readouterr().err
 
 
 def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root) -> None:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import zipfile
@@ -107,6 +108,17 @@ def test_without_horovod_one_line_says_how_to_install_it() -> None:
     assert (finished.returncode, finished.stdout) == (2, "")
     assert finished.stderr.startswith("error: Horovod is not installed. Run: horovod-train build-horovod")
     assert finished.stderr.count("\n") == 1
+
+
+def test_a_library_that_one_host_cannot_load_is_named_with_that_host(tmp_path: Path) -> None:
+    """As by another LD_LIBRARY_PATH; a module of the user that is missing keeps its traceback."""
+    (tmp_path / "horovod").mkdir()
+    problem = "libmpi.so.40: cannot open shared object file"
+    (tmp_path / "horovod" / "__init__.py").write_text(f"raise ImportError({problem!r})")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import horovod_train.main as m; m.entry()"
+    finished = run_process([sys.executable, "-c", script, "doctor"])
+    assert finished.returncode == 2
+    assert finished.stderr == f"error: rank 0 ({socket.gethostname()}): horovod cannot be imported: {problem}.\n"
 
 
 @pytest.mark.exhaustive
