@@ -195,7 +195,9 @@ class PrometheusFile:
         self._path = directory / "metrics.prom"
         self._run = str(directory.resolve()).encode(errors="replace").decode()
         self._newest: dict[str, Mapping[str, float]] = {}
-        self._step = self._epoch = 0
+        self._step = 0
+        self._epoch: int | None = 0
+        """None from a resume to its first line, which knows."""
         self._progress = time.time()
         self._is_failing = False
 
@@ -206,7 +208,7 @@ class PrometheusFile:
 
     def rewind(self, step: int) -> None:
         """Begin at `step`. Raises UserError."""
-        self._step, self._progress = step, time.time()
+        self._step, self._epoch, self._progress = step, None if step else 0, time.time()
         with must_be_writable(self._path):
             self._write(is_running=True)
 
@@ -234,7 +236,7 @@ class PrometheusFile:
             "running": [({}, float(is_running))],
             "last_progress_timestamp_seconds": [({}, self._progress)],
             "step": [({}, self._step)],
-            "epoch": [({}, self._epoch)],
+            "epoch": [] if self._epoch is None else [({}, self._epoch)],
             "examples_per_second": [
                 ({}, values["examples_per_s"]) for values in self._newest.values() if "examples_per_s" in values
             ],
