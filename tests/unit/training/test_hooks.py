@@ -197,7 +197,10 @@ def test_an_evaluation_that_is_interrupted_leaves_no_weight_that_it_assigns(
     weight = tf.Variable(1.0)
     state = SimpleNamespace(variables=[weight], values=lambda: [weight.read_value()])
     step: Any = SimpleNamespace(
-        counter=SimpleNamespace(step=0), forward_state=state, run=lambda *batch: weight.assign_add(1.0)
+        counter=SimpleNamespace(step=0),
+        forward_state=state,
+        run=lambda *batch: weight.assign_add(1.0),
+        has_compiled=lambda size: True,
     )
     asked: Iterator[StopReason | None] = iter([None, reason])
     run: Any = SimpleNamespace(
