@@ -17,7 +17,13 @@ from horovod_train.data.files import check_named_once, has_records, list_files, 
 from horovod_train.data.random_access import FILES, FOLDERS
 from horovod_train.data.random_access.array_record import open_array_records
 from horovod_train.data.random_access.images import UnlabelledImages, are_images
-from horovod_train.data.random_access.source import OpenStore, RandomAccessRecords, open_described, without_labels
+from horovod_train.data.random_access.source import (
+    OpenStore,
+    RandomAccessRecords,
+    class_names_in_config,
+    open_described,
+    without_labels,
+)
 from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.reader import find_buckets
 from horovod_train.data.sampler import Buckets, Order, Plan
@@ -255,8 +261,20 @@ def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
 
 
 def check_same_labels(records: Records, training: Records) -> None:
-    """Raise UserError if a label of the records stands for another class than in the training records."""
+    """Raise UserError if a label of the records stands for another class than in the training records.
+
+    Also if images are floats in one and integers in the other, because one `scale` cannot be right for both.
+    """
     check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
+    for name, feature in training.schema.features.items():
+        other = records.schema.features.get(name)
+        if other is None or len(feature.tensor_shape) != 3 or "string" in (feature.stored_dtype, other.stored_dtype):
+            continue
+        if ("float" in feature.stored_dtype) != ("float" in other.stored_dtype):
+            raise UserError(
+                f"{records.setting}: {name} is {other.stored_dtype}; expected integers or floats as in "
+                f"{training.setting}, which has {feature.stored_dtype}. scale and offset are the same for both."
+            )
 
 
 def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
@@ -281,9 +299,7 @@ def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
 
 def class_names(config: DataConfig, named: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the names of the classes of the only target. named: those of records, by feature; else the config's."""
-    features = config.features.items()
-    in_config = {name: of["class_names"] for name, of in features if isinstance(of, Mapping) and of.get("class_names")}
-    named = {**in_config, **named}
+    named = {**class_names_in_config(config), **named}
     targets = config.targets or [name for name in named if name not in config.inputs]
     return tuple(named.get(targets[0], ())) if len(targets) == 1 else ()
 

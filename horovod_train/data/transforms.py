@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -29,6 +29,13 @@ _SIDE = 4
 """Pixels to decode on each side of a box. libjpeg interpolates colours between neighbours, but not those beyond a box,
 and not at all where less than this is decoded. Cutting them off takes a tenth of the time, so random boxes, which stand
 for no pixels in particular, go without."""
+_CHANNELS = (1, 3, 4)
+"""How many channels images have."""
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_HEAD = 26
+"""Bytes up to a PNG's depth in bits and its kind of colours, which come last."""
+_GREY, _PALETTE = 0, 3
+"""Kinds of colours of a PNG."""
 _DCT = {"fast": "INTEGER_FAST", "accurate": "INTEGER_ACCURATE"}
 _Choose = Callable[[tf.Tensor], tf.Tensor]
 Preprocess = Callable[[Tensors], Tensors]
@@ -101,6 +108,10 @@ def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: Im
 
 def image_problem(feature: Feature, file: bytes) -> str | None:
     """Return what is wrong with an image; None if nothing is."""
+    if file.startswith(_PNG) and len(file) >= _PNG_HEAD and _changes_numbers(feature, *file[_PNG_HEAD - 2 : _PNG_HEAD]):
+        depth, colours = file[_PNG_HEAD - 2 : _PNG_HEAD]
+        what = "the colours of its palette instead of its numbers" if colours == _PALETTE else "8 of its 16 bits"
+        return f"a PNG of {depth} bits, of which only {what} would be read; store the numbers as 8 bits of grey"
     try:
         image = _decode_whole(feature, file)
     except tf.errors.InvalidArgumentError as error:
@@ -185,7 +196,31 @@ def _decode_jpeg(feature: Feature, file: tf.Tensor, box: tf.Tensor, ratio: int) 
     )
 
 
+def _changes_numbers(feature: Feature, depth: Any, colours: Any) -> Any:
+    """Return whether TensorFlow would read other numbers from a PNG than it holds, where they are no colours.
+
+    Of 16 bits it keeps 8, which makes 0 of each class in a mask, and for a palette it gives colours. depth, colours: as
+    in the file's head, bytes or tensors.
+    """
+    are_classes = bool(feature.classes) or feature.interpolation == "nearest"
+    is_deep = (depth == 16) & ((colours == _GREY) | are_classes)
+    return is_deep | ((colours == _PALETTE) & are_classes)
+
+
+def _with_its_numbers(feature: Feature, file: tf.Tensor) -> tf.Tensor:
+    """In a graph: return the file; fail for one whose numbers would change."""
+    # Without a branch, which costs more for each record than this.
+    padded = tf.strings.substr(tf.strings.join([file, "\0" * _PNG_HEAD]), 0, _PNG_HEAD)
+    head = tf.io.decode_raw(padded, tf.uint8)
+    is_png = tf.reduce_all(head[: len(_PNG)] == tf.constant(list(_PNG), tf.uint8))
+    is_changed = is_png & _changes_numbers(feature, head[_PNG_HEAD - 2], head[_PNG_HEAD - 1])
+    with tf.control_dependencies([tf.debugging.Assert(~is_changed, ["a PNG that would be read with other numbers"])]):
+        return tf.identity(file)
+
+
 def _decode_whole(feature: Feature, file: tf.Tensor | bytes) -> tf.Tensor:
+    if isinstance(file, tf.Tensor):
+        file = _with_its_numbers(feature, file)
     image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
     image.set_shape((None, None, feature.shape[2]))
     return image
@@ -216,6 +251,8 @@ class Transforms:
                 f"there is none among {', '.join(schema.inputs)}."
             )
         images |= images_of(schema.targets)
+        if augment:
+            _check_image_shapes(images, {name: features[name] for name in features if name not in images})
         self._features = features
         self._augmentations = {
             name: build_augmentations(augment if name in images else (), feature.shape, feature.interpolation)
@@ -256,6 +293,22 @@ class Transforms:
         }
 
 
+def _check_image_shapes(images: dict[str, Feature], others: dict[str, Feature]) -> None:
+    """Raise UserError for what is an image or a mask, but not [height, width, channels]: augmentation would miss it."""
+    for name, image in images.items():
+        if image.shape[0] in _CHANNELS and image.shape[2] > max(_CHANNELS):
+            raise UserError(
+                f"data.augment: expected {name} as [height, width, channels]; received {list(image.shape)}, which has "
+                "the channels first. Store it with the channels last."
+            )
+        for other, feature in others.items():
+            if feature.shape == image.shape[:2] and not feature.max_length:
+                raise UserError(
+                    f"data.augment: {other} has the height and width of {name}, {list(feature.shape)}, and would not "
+                    f"change with it. Store it as {[*feature.shape, 1]}."
+                )
+
+
 def _check_aligned(
     images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
 ) -> None:
@@ -272,6 +325,11 @@ def _check_aligned(
             raise UserError(
                 f"data.augment: target {name} changes with input {first} and must have its height and width, "
                 f"{list(image.shape[:2])}; received {list(target.shape[:2])}."
+            )
+        if augmentations[name] and augmentations[name][0].box and target.classes and target.interpolation != "nearest":
+            raise UserError(
+                f"data.augment: the first in the list resizes target {name}, and would mix numbers of classes; give "
+                f"data.features.{name} interpolation: nearest."
             )
         if augmentations[name] and augmentations[name][0].box and image.decode != target.decode:
             raise UserError(

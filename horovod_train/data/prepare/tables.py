@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -21,7 +23,10 @@ Arrays = dict[str, np.ndarray]
 VECTOR = "inputs"
 _RAW_VALUES = 16
 """From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
+log = logging.getLogger(__name__)
+
 _BOOLEANS = {"true": 1, "false": 0}
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "nan", "-nan", "-", "?"}
 """Cells that stand for a missing value in tables of other programs, in lower case."""
 
@@ -168,11 +173,13 @@ def _write_csv(arguments: argparse.Namespace) -> None:
     _write(arguments, choose(table), eval_table and choose(eval_table), [VECTOR] if joined else inputs)
 
 
-def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
+def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, Sequence[str]] | None = None) -> Arrays:
     """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
 
     The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
-    may have decimal commas. Columns of true and false, in any case, are 1 and 0.
+    may have decimal commas. Columns of true and false, in any case, are 1 and 0. A column whose cells are all
+    `class_names` of it stays text, also where they are numbers. One without a name that numbers the lines, as pandas
+    writes it, is left out.
     """
     with reading(path):
         content = storage.read_all(path)
@@ -194,8 +201,21 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
         if "" in row:
             raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
     table, point = {}, "," if separator == ";" else "."
+    has_commas = point == "," and any(_DECIMAL_COMMA.fullmatch(cell) for _, row in lines[1:] for cell in row)
     for name, cells in zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True):
+        if {*cells} <= {*(class_names or {}).get(name, ())}:
+            table[name] = np.array(cells, object)
+            continue
         table[name] = _column(cells, point)
+        if not name:
+            _check_numbers_lines(table.pop(name), path)
+            continue
+        pointed = next((place for place, cell in enumerate(cells) if "." in cell), None)
+        if has_commas and pointed is not None and table[name].dtype.kind in "if":
+            raise UserError(
+                f"{path}:{lines[1 + pointed][0]}: {name}: {cells[pointed]} has a point, and other numbers of the file "
+                "have decimal commas; write thousands without points, and decimals alike."
+            )
         missing = _find_missing(cells, point) if table[name].dtype == object else None
         if missing is not None:
             raise UserError(
@@ -209,6 +229,14 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
                 f"{cells[place]!r:.60}."
             )
     return table
+
+
+def _check_numbers_lines(column: np.ndarray, path: str) -> None:
+    """Raise UserError unless a column without a name numbers the lines, from 0 or 1 on: it is left out."""
+    first = int(column[0]) if column.dtype.kind == "i" else -1
+    if first not in (0, 1) or not np.array_equal(column, np.arange(first, first + len(column))):
+        raise UserError(f"{path}: the header has a column without a name; name it, or leave it out.")
+    log.warning(f"{path}: the column without a name, which numbers the lines, is left out")
 
 
 def _separator(header: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
 from horovod_train.errors import RunError, UserError, one_line, unreadable
 
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+"""A column in which pandas keeps the index of a table whose rows were chosen or shuffled."""
+
 
 def _pyarrow(module: str = "pyarrow") -> Any:
     """Return the library; opening a file has checked that it is installed."""
@@ -45,7 +49,8 @@ class _Batches(FileStore):
         self._pages = Pages(request.storage, path) if is_remote(path) else None
         try:
             schema, counts, size = self._open()
-            self._names = request.choose(schema.names, path)
+            stored = [name for name in schema.names if name in request.names or not _PANDAS_INDEX.fullmatch(name)]
+            self._names = request.choose(stored, path)
             check_types(schema, self._names, path)
         except RunError:
             raise

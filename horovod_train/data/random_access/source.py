@@ -119,7 +119,8 @@ def open_described(
     config = config if needs_labels else without_labels(config)
     storage = Storage(config.retry_s)
     folders = (*config.paths("train"), *config.paths("eval")) if needs_labels else ()
-    request = Request(names_in_config(config), images_in_config(config), setting, storage, folders)
+    names, images = names_in_config(config), images_in_config(config)
+    request = Request(names, images, class_names_in_config(config), setting, storage, folders)
     stores = map_paths(lambda path: open_store(path, request), paths)
     nonempty = [store for store in stores if store.blocks.num_records]
     if not nonempty:
@@ -167,6 +168,12 @@ def images_in_config(config: DataConfig) -> frozenset[str]:
     """Return the features that the config declares as image files."""
     features = config.features.items()
     return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
+
+
+def class_names_in_config(config: DataConfig) -> dict[str, Sequence[str]]:
+    """Return the names of classes that the config declares, by feature."""
+    features = config.features.items()
+    return {name: of["class_names"] for name, of in features if isinstance(of, Mapping) and of.get("class_names")}
 
 
 def labels_of(config: DataConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,8 @@ class Request:
     """The features to read; () for all."""
     images: frozenset[str] = frozenset()
     """Those that data.features calls `decode: image`."""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of classes in data.features, by feature: labels may be text."""
     setting: str = "data.train"
     """The config key that names the records, for messages."""
     storage: Storage = DEFAULT

@@ -63,6 +63,27 @@ def test_a_table_of_names_is_read_as_numbers(tmp_path: Path) -> None:
     assert np.asarray(batch.targets).tolist() == [0, 1, 2] * 3
 
 
+@pytest.mark.parametrize(
+    ("names", "cells", "expected"),
+    [
+        (["1", "2", "3", "other"], ["1", "3", "2"], [0, 2, 1]),  # a file without "other", which is all numbers
+        (["true", "false"], ["true", "false", "true"], [0, 1, 0]),
+        (["cat", "dog"], ["1", "0", "1"], [1, 0, 1]),  # no names, but their numbers
+    ],
+)
+def test_cells_that_are_names_are_no_numbers(
+    tmp_path: Path, names: list[str], cells: list[str], expected: list[int]
+) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{n},{cell}\n" for n, cell in enumerate(cells)))
+    features = {"y": {"class_names": names}}
+    config = DataConfig(train=(f"{tmp_path}/t.csv",), targets=("y",), features=features, shuffle=False)
+    pipeline = build_pipeline(
+        open_records(config, "train"), config, Ranks(0, 1), seed=0, training=True, global_batch_size=3
+    )
+    (batch,) = batches(pipeline)
+    assert np.asarray(batch.targets).tolist() == expected
+
+
 def test_names_in_another_order_than_the_folders_are_refused(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for name in NAMES:

@@ -106,6 +106,8 @@ def brighter(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         ({"shape": [6, 8, 1], "resize": "stretch"}, "flip", r"mask changes with input image and must have its height"),
         ({}, "test_segmentation:brighter", "target mask is an image and would have to change with the inputs"),
         ({"decode": "raw"}, "random_resized_crop", "both must be decode: image, or neither. Received raw and image"),
+        ({"interpolation": "bilinear"}, "random_resized_crop", "would mix numbers of classes; give .* nearest"),
+        ({"decode": "raw", "shape": [12, 16], "interpolation": "bilinear"}, "flip", r"mask has .* as \[12, 16, 1\]"),
     ],
 )
 def test_a_mask_that_would_not_change_with_its_image_is_refused(
@@ -117,6 +119,48 @@ def test_a_mask_that_would_not_change_with_its_image_is_refused(
     with pytest.raises(UserError, match=said):
         pipeline(config(make_masks(tmp_path), augment=(Spec(augment),), **data))
     pipeline(config(tmp_path, **data))
+
+
+def test_channels_that_come_first_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", image=np.zeros((4, 3, 12, 16), np.uint8), y=np.zeros(4, np.int64))
+    data = config(tmp_path / "a.npz", inputs=("image",), targets=("y",), augment=(Spec("flip"),))
+    with pytest.raises(
+        UserError, match=r"image as \[height, width, channels\]; received \[3, 12, 16\], .* channels first"
+    ):
+        pipeline(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("I;16", {"classes": 21, "interpolation": "nearest"}, "a PNG of 16 bits, of which only 8 of its 16 bits"),
+        ("I;16", {}, "a PNG of 16 bits"),
+        ("P", {"classes": 21, "interpolation": "nearest"}, "of which only the colours of its palette instead of its"),
+        ("P", {"interpolation": "nearest"}, "the colours of its palette"),
+        ("P", {}, ""),  # a picture
+        ("L", {"classes": 21, "interpolation": "nearest"}, ""),
+    ],
+)
+def test_numbers_that_a_png_would_lose_are_a_bad_record(
+    tmp_path: Path, kind: str, settings: dict[str, Any], said: str
+) -> None:
+    out, image = io.BytesIO(), Image.fromarray(mask_of(1))
+    if kind == "P":
+        image = image.convert("P")
+        image.putpalette([value for number in range(256) for value in (number, 255 - number, 7 * number % 256)])
+    elif kind == "I;16":
+        image = Image.fromarray(mask_of(1).astype(np.uint16))
+    image.save(out, "PNG")
+    write_file(tmp_path / "a.tfrecord", [example(image=out.getvalue(), mask=png(mask_of(1)))] * 4)
+    feature = {"type": "bytes", "decode": "image", "shape": [12, 16, 1], **settings}
+    mask = {"type": "bytes", "decode": "image", "shape": [12, 16, 1]}
+    made = pipeline(config(tmp_path, features={"image": feature, "mask": mask}, inputs=("image",), targets=("mask",)))
+    if said:
+        with pytest.raises(UserError, match=said):
+            read(made)
+    else:
+        (batch, *_) = read(made)
+        assert batch.inputs.shape[1:] == (12, 16, 1)
 
 
 @pytest.mark.parametrize(

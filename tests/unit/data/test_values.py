@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from made_records import config, make_images, pipeline
 from made_stores import WRITERS
 
 from horovod_train.commands.check_data import check_records
-from horovod_train.data.dataset import open_records
+from horovod_train.data.dataset import check_same_labels, open_records
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.errors import UserError
 
@@ -112,3 +115,41 @@ def test_a_label_without_an_output_is_one_line(tmp_path: Path) -> None:
         loss()
     with pytest.raises(tf.errors.InvalidArgumentError, match="Matrix size"), made.explaining():
         tf.linalg.matmul(tf.zeros((2, 3)), tf.zeros((2, 3)))
+
+
+def test_an_index_of_pandas_is_no_input(tmp_path: Path) -> None:
+    """Which would tell a model the order of the rows: a column without a name, and __index_level_0__ of Parquet."""
+    rows = [(0.5, "a"), (1.5, "b"), (2.5, "a")]
+    (tmp_path / "t.csv").write_text(",x,y\n" + "".join(f"{n},{x},{y}\n" for n, (x, y) in enumerate(rows)))
+    assert list(load_table(str(tmp_path / "t.csv"))) == ["x", "y"]
+    (tmp_path / "t.csv").write_text(",x,y\n7,0.5,a\n3,1.5,b\n")
+    with pytest.raises(UserError, match=r"t\.csv: the header has a column without a name; name it, or leave it out\."):
+        load_table(str(tmp_path / "t.csv"))
+    table = pa.table({"x": [0.5, 1.5], "y": [0, 1], "__index_level_0__": [7, 3]})
+    pa.parquet.write_table(table, tmp_path / "t.parquet")
+    data = config(tmp_path / "t.parquet", targets=("y",), shuffle=False)
+    assert open_records(data, "train").schema.inputs == ("x",)
+    data = config(tmp_path / "t.parquet", inputs=("x", "__index_level_0__"), targets=("y",), shuffle=False)
+    assert open_records(data, "train").schema.inputs == ("x", "__index_level_0__")
+
+
+def test_points_beside_decimal_commas_may_be_thousands(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("price;part\n1.250;0,5\n980;1,5\n")
+    with pytest.raises(UserError, match=r"t\.csv:2: price: 1\.250 has a point, and other numbers .* decimal commas"):
+        load_table(str(path))
+    path.write_text("price;part\n1.250;0.5\n980;1.5\n")
+    assert load_table(str(path))["price"].tolist() == [1.25, 980.0]
+
+
+def test_images_that_are_floats_in_one_split_only_are_refused(tmp_path: Path) -> None:
+    """One scale is right for one of them only."""
+    images = np.random.default_rng(0).integers(0, 255, (4, 4, 4, 1)).astype(np.uint8)
+    np.savez(tmp_path / "train.npz", x=images, y=np.arange(4))
+    np.savez(tmp_path / "eval.npz", x=images.astype(np.float32) / 255, y=np.arange(4))
+    features = {"x": {"scale": 1 / 255}}
+    data = config(tmp_path / "train.npz", inputs=("x",), targets=("y",), features=features)
+    data = dataclasses.replace(data, eval=(str(tmp_path / "eval.npz"),))
+    train, other = open_records(data, "train"), open_records(data, "eval")
+    with pytest.raises(UserError, match=r"^data\.eval: x is float32; expected integers or floats as in data\.train"):
+        check_same_labels(other, train)
