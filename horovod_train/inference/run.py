@@ -32,6 +32,7 @@ from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import check_sums
+from horovod_train.distributed.layer_contents import contents, finalize
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RunError, UserError, one_line
@@ -41,7 +42,7 @@ from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.initial_state import check_contents, contents, finalize
+from horovod_train.training.initial_state import check_contents
 from horovod_train.training.losses import build_loss, takes_logits
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import key_of, name_of
+from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
@@ -153,6 +154,26 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         shared = [variable for variable, weight in pairs if weight is None or not self._is_local(weight)]
         with tf.device(self._device):
             broadcast_variables(shared, self.root_rank)
+        self._derive_anew()
+        if guards().check_weights:
+            _check_contents(model, self.root_rank)
+
+    def _derive_anew(self) -> None:
+        """Collective: let layers compute what they derive from weights; if that changed on a rank, all compile again.
+
+        A compiled step keeps, as a constant, what a Normalization had when it was traced.
+        """
+        model = self.model
+        if not deriving_layers(model):
+            return
+        before = contents(model, of_keras_only=True)
+        finalize(model)
+        has_changed = contents(model, of_keras_only=True) != before
+        with exchanging("the start of model.fit"):
+            changed = hvd.allreduce(tf.constant([float(has_changed)]), op=hvd.Max, name="fit.derived")
+        if float(changed.numpy()[0]):
+            model.make_train_function(force=True)
+            model.test_function = model.predict_function = None
 
     def _is_local(self, variable: Any) -> bool:
         """Return whether each rank keeps its own value of a weight, by this callback or by an optimizer."""
@@ -445,6 +466,24 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     """
     callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(inspect.currentframe()))
     return next((each.callbacks for each in callers if isinstance(each, keras.callbacks.CallbackList)), [])
+
+
+def _check_contents(model: keras.Model, root_rank: int) -> None:
+    """Collective: raise UserError on all ranks if layers of Keras hold another vocabulary, table or constant on one.
+
+    By position, because Keras numbers the names of layers in each process.
+    """
+    held = contents(model, of_keras_only=True)
+    with exchanging("the start of model.fit"):
+        given = objects.gather([list(held), list(held.values())], "fit.contents")
+    names, of_root = given[root_rank]
+    for rank, (_, values) in enumerate(given):
+        if len(values) == len(of_root) and values != of_root:
+            name = next(name for name, *both in zip(names, values, of_root, strict=True) if both[0] != both[1])
+            raise UserError(
+                f"model.fit: rank {rank} has another {name} than rank {root_rank}, so that the same record is another "
+                "input there. Adapt the layer on the same records on all ranks, or give it what root's has."
+            )
 
 
 class EndEpoch(keras.callbacks.Callback):

@@ -18,6 +18,7 @@ from horovod.tensorflow.mpi_ops import MPI_LIB
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import as_tf_variable, check_sendable, name_of
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.layer_contents import finalize
 from horovod_train.distributed.objects import HOST
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging
@@ -32,7 +33,8 @@ def broadcast_variables(
     """Collective: set variables on every rank to root_rank's values.
 
     variables: Keras or TensorFlow variables, layers, models, optimizers, or a sequence of these. The seeds of random
-    layers are left as they are, because dropout masks must differ by rank.
+    layers are left as they are, because dropout masks must differ by rank. Layers derive anew what they derive from
+    weights, as Normalization does; where only their variables are given, call finalize_state of such layers.
     process_set: the ranks that take part. inplace: without a copy of each variable in memory.
 
     Raises UserError for a dtype that Horovod cannot send, for an argument of another kind, and on all ranks if they
@@ -50,6 +52,10 @@ def broadcast_variables(
     tf_variables = [as_tf_variable(variable) for variable in targets]
     with exchanging("hvd.broadcast_variables") if tf.executing_eagerly() else nullcontext():
         _broadcast_by_position(tf_variables, root_rank, process_set, inplace)
+    if tf.executing_eagerly():
+        for given in variables if isinstance(variables, list | tuple) else [variables]:
+            if isinstance(given, keras.Layer):
+                finalize(given)
 
 
 def _check_alike(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet) -> None:

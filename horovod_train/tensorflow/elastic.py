@@ -22,6 +22,7 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod_train.distributed import objects, start
 from horovod_train.distributed.group import as_tf_variable, is_connection_loss
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.layer_contents import finalize
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
 from horovod_train.tensorflow.broadcasting import broadcast_variables
@@ -125,6 +126,9 @@ class CommittedState(State):
         """Return the variables, Keras' or TensorFlow's; the same on all ranks."""
         raise NotImplementedError
 
+    def finalize(self) -> None:
+        """Derive anew what is derived from variables, which have been set."""
+
     def save(self) -> None:
         """Copy the variables and objects to this rank's memory."""
         values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
@@ -134,6 +138,7 @@ class CommittedState(State):
         """Set the variables and objects to what was saved last."""
         for variable, value in zip(self.live_variables(), self._saved_values, strict=True):
             as_tf_variable(variable).assign(value)
+        self.finalize()
         self._set_objects(self._saved_objects)
 
     def sync(self) -> None:
@@ -151,6 +156,7 @@ class CommittedState(State):
                 "the variables of the model, and the optimizer's, before the state."
             )
         broadcast_variables(variables, root_rank=0)
+        self.finalize()
         self._set_objects(objects.broadcast(self._dump_objects(), "elastic.objects"))
         self.save()
 
@@ -239,3 +245,6 @@ class TensorFlowKerasState(CommittedState):
 
     def live_variables(self) -> Sequence[Any]:
         return [*self.model.weights, *self.optimizer.variables]
+
+    def finalize(self) -> None:
+        finalize(self.model)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step_name
 from horovod_train.checkpoint.tensors import load
@@ -28,19 +26,14 @@ from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed import consistency
 from horovod_train.distributed.consistency import digest
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, digest_of_array
+from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
 from horovod_train.training.fine_tuning import assign, match, slots_like_weights
 from horovod_train.training.open_run import Run
 from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
 
-_TABLES: tuple[type[Any], ...] = (
-    tf.lookup.StaticHashTable,
-    tf.lookup.experimental.MutableHashTable,
-    tf.lookup.experimental.DenseHashTable,
-)
-_CONSTANT, _TABLE, _VOCABULARY = "constant", "table", "vocabulary"
 _MEANING = ("data.features", "train.ema_decay")
 """Settings on which all values of an evaluation depend; of the records their digest is compared."""
 _OF_THE_STATE = (
@@ -239,11 +232,6 @@ def structure(model: keras.Model) -> dict[str, str]:
     return facts
 
 
-def contents(model: keras.Model) -> dict[str, str]:
-    """Return digests of the arrays, tensors, tables and files (Keras' assets) that layers hold, by name."""
-    return {f"{what} of layer {layer.path}": value for layer in layers_inside(model) for what, value in _held(layer)}
-
-
 def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
     """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of what else differs.
 
@@ -253,52 +241,10 @@ def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
     then = checkpoint.facts.contents
     changed = [name for name, value in held.items() if then.get(name, value) != value]
     line = f"{checkpoint.folder}: was saved with another {listed(changed)} than the model has now"
-    if any(name.startswith((_TABLE, _VOCABULARY)) for name in changed):
+    if any(name.startswith((TABLE, VOCABULARY)) for name in changed):
         raise UserError(f"{line}, so weights would stand for other words. Give the model those of then.")
     if changed:
         log.warning(line)
-
-
-def finalize(model: keras.Model) -> None:
-    """Have layers compute anew what they derive from weights, as Normalization does; call after loading weights."""
-    for layer in layers_inside(model):
-        if callable(getattr(layer, "finalize_state", None)):
-            layer.finalize_state()
-
-
-def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
-    for name, value in vars(layer).items():
-        arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
-        # Tensors of graphs have no values.
-        arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
-        if arrays:
-            yield f"{_CONSTANT} {name}", digest("".join(map(_digest_of_array, arrays)).encode())
-        for table in (part for kind in _TABLES for part in parts_in(value, kind)):
-            if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
-                keys, values = (part.numpy().tolist() for part in table.export())
-                yield f"{_TABLE} {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
-    if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
-        assets = _digest_of_assets(layer)
-        if assets is not None:
-            is_kerass = type(layer).__module__.startswith("keras.")
-            yield f"{_VOCABULARY} or other assets" if is_kerass else "assets", assets
-
-
-def _digest_of_array(array: np.ndarray) -> str:
-    data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
-    return digest(f"{array.shape} {array.dtype}".encode() + data)
-
-
-def _digest_of_assets(layer: keras.Layer) -> str | None:
-    """Return a digest of a layer's files; None if Keras cannot save it, which may train all the same."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            layer.save_assets(folder)
-        except Exception:  # a user's layer may raise anything
-            return None
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        texts = [f"{path.relative_to(folder)} {digest(path.read_bytes())}" for path in files]
-    return digest("\n".join(texts).encode())
 
 
 def _options(layer: keras.Layer) -> str | None:
@@ -316,7 +262,7 @@ def _options(layer: keras.Layer) -> str | None:
         return [compared(part) for part in value] if isinstance(value, list | tuple) else value
 
     def other(value: Any) -> str:
-        return _digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
+        return digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
 
     try:
         with warnings.catch_warnings():

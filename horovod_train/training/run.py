@@ -23,6 +23,7 @@ from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.batch_source import Batch, Batches, BatchSource
 from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
+from horovod_train.distributed.layer_contents import contents, finalize
 from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
@@ -41,8 +42,6 @@ from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement, place, saving
 from horovod_train.training.initial_state import (
     check_contents,
-    contents,
-    finalize,
     restore,
     structure,
     take_initial_weights,

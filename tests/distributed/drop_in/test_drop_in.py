@@ -273,6 +273,16 @@ def test_exchanges_of_two_models_are_not_mixed_up(rank_facts: RankFacts, what: s
         assert facts[what] < 1e-4
 
 
+def test_what_layers_hold_besides_weights_is_that_of_root_or_refused(rank_facts: RankFacts) -> None:
+    """A Normalization that root has adapted, again before the second fit; vocabularies in another order."""
+    for facts in rank_facts("derived", "srun", 2):
+        assert max(facts[name] for name in ("weights", "outputs", "broadcast")) < 1e-5, facts
+        assert facts["refused"].startswith("model.fit: rank 1 has another ")
+        assert (
+            " of layer string_lookup than rank 0, so that the same record is another input there." in facts["refused"]
+        )
+
+
 DISTRIBUTED_AT_LEAST = 250
 """Calls of `compile` in those tests; fewer would mean that the program no longer finds where they compile."""
 

@@ -23,9 +23,9 @@ from horovod_train.config.loader import build
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.layer_contents import finalize
 from horovod_train.distributed.start import start
 from horovod_train.training.build import Components, build_components
-from horovod_train.training.initial_state import finalize
 from horovod_train.training.open_run import open_on_all_ranks
 
 group = start(Config().horovod, Config().device)

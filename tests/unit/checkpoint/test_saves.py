@@ -23,13 +23,13 @@ from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
 from horovod_train.checkpoint.tensors import read_arrays, write
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit
+from horovod_train.distributed.layer_contents import contents
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.output.run_dir import Output, RunOutput
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.hooks import every
 from horovod_train.training.hooks.evaluate import build_callback_hooks
 from horovod_train.training.hooks.save import Save
-from horovod_train.training.initial_state import contents
 from horovod_train.training.open_run import Stopwatch
 from horovod_train.training.state import Copies, TrainState
 from horovod_train.training.steps.optimizers import Optimizers

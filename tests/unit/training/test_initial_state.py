@@ -20,6 +20,7 @@ from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict, load
 from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, OptimizerSpec, TrainConfig, Watched
 from horovod_train.distributed import consistency
+from horovod_train.distributed.layer_contents import contents, finalize
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
 from horovod_train.training.state import MovingAverages, TrainState
@@ -80,9 +81,9 @@ def test_the_code_of_a_lambda_is_not_compared_because_it_names_its_file() -> Non
 def test_what_is_computed_from_weights_is_computed_anew() -> None:
     model, other = normalized(ROWS), normalized(2 * ROWS)
     other.set_weights(model.get_weights())
-    assert initial_state.contents(other) != initial_state.contents(model)
-    initial_state.finalize(other)
-    assert initial_state.contents(other) == initial_state.contents(model)
+    assert contents(other) != contents(model)
+    finalize(other)
+    assert contents(other) == contents(model)
     assert np.array_equal(other(ROWS), model(ROWS))
 
 
@@ -100,7 +101,7 @@ def test_tables_are_compared_by_what_they_hold(words: list[str]) -> None:
 
     def held(words: list[str]) -> dict[str, str]:
         text = keras.Input((), dtype="string")
-        return initial_state.contents(keras.Model(text, Looking(words)(text)))
+        return contents(keras.Model(text, Looking(words)(text)))
 
     assert list(held(words)) == ["table table of layer looking"]
     assert (held(words) == held(["a", "b"])) == (set(words) == {"a", "b"})
@@ -113,7 +114,7 @@ def test_words_of_a_text_layer_are_compared() -> None:
         keras.utils.clear_session()
         text = keras.Input((1,), dtype="string")
         vectors = layers.TextVectorization(vocabulary=words, output_sequence_length=4)(text)
-        return initial_state.contents(keras.Model(text, layers.Embedding(8, 2)(vectors)))
+        return contents(keras.Model(text, layers.Embedding(8, 2)(vectors)))
 
     assert built(["good", "bad"]) == built(["good", "bad"])
     assert built(["good", "bad"]) != built(["bad", "good"])
@@ -127,7 +128,7 @@ def test_another_vocabulary_than_in_the_checkpoint_is_refused() -> None:
     def held(words: list[str]) -> dict[str, str]:
         keras.utils.clear_session()
         text = keras.Input((1,), dtype="string")
-        return initial_state.contents(keras.Model(text, layers.StringLookup(vocabulary=words, name="words")(text)))
+        return contents(keras.Model(text, layers.StringLookup(vocabulary=words, name="words")(text)))
 
     saved = checkpoint_with(held(["good", "bad"]))
     initial_state.check_contents(held(["good", "bad"]), saved)
@@ -138,10 +139,10 @@ def test_another_vocabulary_than_in_the_checkpoint_is_refused() -> None:
 
 
 def test_another_constant_than_in_the_checkpoint_is_said(said: list[str]) -> None:
-    saved = checkpoint_with(initial_state.contents(normalized(ROWS)))
-    initial_state.check_contents(initial_state.contents(normalized(ROWS)), saved)
+    saved = checkpoint_with(contents(normalized(ROWS)))
+    initial_state.check_contents(contents(normalized(ROWS)), saved)
     assert said == []
-    initial_state.check_contents(initial_state.contents(normalized(2 * ROWS)), saved)
+    initial_state.check_contents(contents(normalized(2 * ROWS)), saved)
     (line,) = said
     assert "warning: step-5: was saved with another constant mean of layer norm" in line
 

@@ -1,0 +1,84 @@
+"""What layers hold besides weights: constants, tables, vocabularies; and what they derive from weights.
+
+None of it is sent between ranks. What is derived is derived anew, the rest is compared, by digests.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed.consistency import digest
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+
+_TABLES: tuple[type[Any], ...] = (
+    tf.lookup.StaticHashTable,
+    tf.lookup.experimental.MutableHashTable,
+    tf.lookup.experimental.DenseHashTable,
+)
+CONSTANT, TABLE, VOCABULARY = "constant", "table", "vocabulary"
+"""What the names in `contents` begin with."""
+
+
+def contents(model: keras.Model, *, of_keras_only: bool = False) -> dict[str, str]:
+    """Return digests of the arrays, tensors, tables and files (Keras' assets) that layers hold, by name.
+
+    of_keras_only: of Keras' own layers; what those of a user hold may differ by rank, and not change what is computed.
+    """
+    layers = [layer for layer in layers_inside(model) if not of_keras_only or is_of_keras(layer)]
+    return {f"{what} of layer {layer.path}": value for layer in layers for what, value in _held(layer)}
+
+
+def is_of_keras(layer: keras.Layer) -> bool:
+    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)
+
+
+def deriving_layers(model: keras.Layer) -> list[Any]:
+    """Return the layers that derive something from their weights, as Normalization does, and keep it beside them."""
+    return [layer for layer in layers_inside(model) if callable(getattr(layer, "finalize_state", None))]
+
+
+def finalize(model: keras.Layer) -> None:
+    """Have layers compute anew what they derive from weights; call after loading weights, or getting them from root."""
+    for layer in deriving_layers(model):
+        layer.finalize_state()
+
+
+def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
+    for name, value in vars(layer).items():
+        arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
+        # Tensors of graphs have no values.
+        arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
+        if arrays:
+            yield f"{CONSTANT} {name}", digest("".join(map(digest_of_array, arrays)).encode())
+        for table in (part for kind in _TABLES for part in parts_in(value, kind)):
+            if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
+                keys, values = (part.numpy().tolist() for part in table.export())
+                yield f"{TABLE} {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
+    if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
+        assets = _digest_of_assets(layer)
+        if assets is not None:
+            yield f"{VOCABULARY} or other assets" if is_of_keras(layer) else "assets", assets
+
+
+def digest_of_array(array: np.ndarray) -> str:
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+    return digest(f"{array.shape} {array.dtype}".encode() + data)
+
+
+def _digest_of_assets(layer: keras.Layer) -> str | None:
+    """Return a digest of a layer's files; None if Keras cannot save it, which may train all the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            layer.save_assets(folder)
+        except Exception:  # a user's layer may raise anything
+            return None
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        texts = [f"{path.relative_to(folder)} {digest(path.read_bytes())}" for path in files]
+    return digest("\n".join(texts).encode())
