@@ -358,6 +358,8 @@ def open_checkpoint(path: str, where: str, read: Read = verify) -> Checkpoint:
             )
         return read(folder)
     except Damaged as error:
+        if _may_be_whole(error):
+            raise ReadFailed(f"{where}: {folder}: {error}. Start again when its file system answers.") from error
         raise UserError(f"{where}: {folder} is damaged: {error}. Choose another checkpoint.") from error
     except OSError as error:
         raise unusable(f"{where}: cannot read {path}", error, "") from error
@@ -427,12 +429,16 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     return ResumePoint(checkpoint, damaged)
 
 
-def _raise_all_damaged(folder: Path, resume: str, damaged: Mapping[int, Any]) -> NoReturn:
+def _may_be_whole(damage: Damaged) -> bool:
+    """Return whether a checkpoint counts as damaged because its file system does not answer."""
+    return damage.__cause__ is not None and unreadable(damage.__cause__) is ReadFailed
+
+
+def _raise_all_damaged(folder: Path, resume: str, damaged: Mapping[int, Damaged]) -> NoReturn:
     newest_step = max(damaged)
-    causes = [damage.__cause__ for damage in damaged.values()]
-    if all(cause is not None and unreadable(cause) is ReadFailed for cause in causes):
+    if any(map(_may_be_whole, damaged.values())):
         raise ReadFailed(
-            f"checkpoint.resume: {resume}: none of the {len(causes)} checkpoint(s) in {folder} can be read; the "
+            f"checkpoint.resume: {resume}: none of the {len(damaged)} checkpoint(s) in {folder} can be read; the "
             f"newest, step {newest_step}: {damaged[newest_step]}. Start again when its file system answers."
         )
     raise UserError(

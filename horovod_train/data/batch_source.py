@@ -205,6 +205,8 @@ class StepSize(NamedTuple):
     """Of this rank; None: only the data tells."""
     is_full: bool
     """Whether all ranks have all rows of their batches."""
+    records: int | None = None
+    """Of all ranks: so a size changes at the same steps on all of them, also where the rows of some stay."""
 
 
 class BatchSource(ABC):

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
@@ -261,19 +261,19 @@ def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
 
 
 def check_same_labels(records: Records, training: Records) -> None:
-    """Raise UserError if a label of the records stands for another class than in the training records.
-
-    Also if images are floats in one and integers in the other, because one `scale` cannot be right for both.
-    """
+    """Raise UserError if a label of the records stands for another class than in the training records."""
     check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
+
+
+def other_kinds(records: Records, training: Records) -> Iterator[str]:
+    """Yield a sentence for each scaled feature that is of integers in one and of floats in the other."""
     for name, feature in training.schema.features.items():
-        other = records.schema.features.get(name)
-        if other is None or len(feature.tensor_shape) != 3 or "string" in (feature.stored_dtype, other.stored_dtype):
-            continue
-        if ("float" in feature.stored_dtype) != ("float" in other.stored_dtype):
-            raise UserError(
-                f"{records.setting}: {name} is {other.stored_dtype}; expected integers or floats as in "
-                f"{training.setting}, which has {feature.stored_dtype}. scale and offset are the same for both."
+        other, is_scaled = records.schema.features.get(name), feature.scale is not None or feature.offset is not None
+        kinds = {"float" in each.stored_dtype for each in (feature, other) if each is not None}
+        if is_scaled and other is not None and len(kinds) == 2:
+            yield (
+                f"{records.setting}: {name} is {other.stored_dtype}, and {feature.stored_dtype} in {training.setting}; "
+                "its scale and offset are the same for both"
             )
 
 

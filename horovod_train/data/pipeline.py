@@ -112,8 +112,9 @@ class Pipeline(BatchSource):
         is_last = step == self.steps_per_epoch - 1
         if is_last not in self._sizes:  # all others are alike
             rows = int(self._plan.positions(self._ranks.rank, self._ranks.size, step, step + 1)[1].sum())
-            is_full = self._plan.count(step) == self.batch_size_per_rank * self._ranks.size
-            self._sizes[is_last] = StepSize(rows, is_full)
+            records = self._plan.count(step)
+            is_full = records == self.batch_size_per_rank * self._ranks.size
+            self._sizes[is_last] = StepSize(rows, is_full, records)
         return self._sizes[is_last]
 
     @property

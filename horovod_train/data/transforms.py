@@ -32,6 +32,7 @@ for no pixels in particular, go without."""
 _CHANNELS = (1, 3, 4)
 """How many channels images have."""
 _PNG = b"\x89PNG\r\n\x1a\n"
+_JPEG = b"\xff\xd8\xff"
 _PNG_HEAD = 26
 """Bytes up to a PNG's depth in bits and its kind of colours, which come last."""
 _GREY, _PALETTE = 0, 3
@@ -91,6 +92,10 @@ def decode_images(
 
 def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: ImageChanges) -> tf.Tensor:
     """Return one image, uint8 of the feature's shape. Raises InvalidArgumentError for a file too small or no image."""
+    if feature.classes:
+        is_lossy = tf.io.is_jpeg(file)
+        with tf.control_dependencies([tf.debugging.Assert(~is_lossy, ["a JPEG, which does not keep classes"])]):
+            file = tf.identity(file)
     random_box = changes.box
     choose = _box_of_resize(feature) if random_box is None else lambda size: random_box(size, draw)
     image = _decode(feature, file, choose, side=0 if random_box else _SIDE)
@@ -112,6 +117,8 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
         depth, colours = file[_PNG_HEAD - 2 : _PNG_HEAD]
         what = "the colours of its palette instead of its numbers" if colours == _PALETTE else "8 of its 16 bits"
         return f"a PNG of {depth} bits, of which only {what} would be read; store the numbers as 8 bits of grey"
+    if feature.classes and file.startswith(_JPEG):
+        return "a JPEG, which does not keep numbers of classes; store masks as PNG"
     try:
         image = _decode_whole(feature, file)
     except tf.errors.InvalidArgumentError as error:
@@ -202,7 +209,7 @@ def _changes_numbers(feature: Feature, depth: Any, colours: Any) -> Any:
     Of 16 bits it keeps 8, which makes 0 of each class in a mask, and for a palette it gives colours. depth, colours: as
     in the file's head, bytes or tensors.
     """
-    are_classes = bool(feature.classes) or feature.interpolation == "nearest"
+    are_classes = bool(feature.classes) or (feature.interpolation == "nearest" and feature.shape[2] == 1)
     is_deep = (depth == 16) & ((colours == _GREY) | are_classes)
     return is_deep | ((colours == _PALETTE) & are_classes)
 
@@ -210,7 +217,7 @@ def _changes_numbers(feature: Feature, depth: Any, colours: Any) -> Any:
 def _with_its_numbers(feature: Feature, file: tf.Tensor) -> tf.Tensor:
     """In a graph: return the file; fail for one whose numbers would change."""
     # Without a branch, which costs more for each record than this.
-    padded = tf.strings.substr(tf.strings.join([file, "\0" * _PNG_HEAD]), 0, _PNG_HEAD)
+    padded = tf.strings.substr(tf.strings.join([tf.strings.substr(file, 0, _PNG_HEAD), "\0" * _PNG_HEAD]), 0, _PNG_HEAD)
     head = tf.io.decode_raw(padded, tf.uint8)
     is_png = tf.reduce_all(head[: len(_PNG)] == tf.constant(list(_PNG), tf.uint8))
     is_changed = is_png & _changes_numbers(feature, head[_PNG_HEAD - 2], head[_PNG_HEAD - 1])
@@ -251,13 +258,14 @@ class Transforms:
                 f"there is none among {', '.join(schema.inputs)}."
             )
         images |= images_of(schema.targets)
-        if augment:
-            _check_image_shapes(images, {name: features[name] for name in features if name not in images})
         self._features = features
         self._augmentations = {
             name: build_augmentations(augment if name in images else (), feature.shape, feature.interpolation)
             for name, feature in features.items()
         }
+        others = {name: feature for name, feature in features.items() if name not in images}
+        if any(not change.is_users for name in images for change in self._augmentations[name]):  # ours move pixels
+            _check_image_shapes(images, others)
         _check_aligned(images, self._augmentations, [name for name in schema.targets if name not in schema.inputs])
         # At least one: unbatch() of TensorFlow 2.21 crashes on tensors without elements.
         self.draws = max([1, *(sum(change.draws for change in changes) for changes in self._augmentations.values())])
@@ -296,7 +304,7 @@ class Transforms:
 def _check_image_shapes(images: dict[str, Feature], others: dict[str, Feature]) -> None:
     """Raise UserError for what is an image or a mask, but not [height, width, channels]: augmentation would miss it."""
     for name, image in images.items():
-        if image.shape[0] in _CHANNELS and image.shape[2] > max(_CHANNELS):
+        if image.shape[0] in _CHANNELS and min(image.shape[1:]) > max(_CHANNELS):
             raise UserError(
                 f"data.augment: expected {name} as [height, width, channels]; received {list(image.shape)}, which has "
                 "the channels first. Store it with the channels last."

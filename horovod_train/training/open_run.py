@@ -34,6 +34,7 @@ from horovod_train.data.dataset import (
     Split,
     check_counts,
     check_same_labels,
+    other_kinds,
     scan_records,
     with_class_names_of,
     with_inputs_of,
@@ -380,6 +381,8 @@ def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) ->
     first, *further = opened.values()
     for records in further:
         check_same_labels(records, first)
+        for line in other_kinds(records, first):
+            log.warning(line)
     if "train" in opened:
         buckets = opened["train"].find_buckets(config)  # reads all records, unless that was done before
         if buckets:

@@ -177,9 +177,8 @@ def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, 
     """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
 
     The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
-    may have decimal commas. Columns of true and false, in any case, are 1 and 0. A column whose cells are all
-    `class_names` of it stays text, also where they are numbers. One without a name that numbers the lines, as pandas
-    writes it, is left out.
+    may have decimal commas. Columns of true and false, in any case, are 1 and 0. A column with
+    `class_names` of which one reads as a number, or as true or false, stays text. One without a name is left out.
     """
     with reading(path):
         content = storage.read_all(path)
@@ -201,21 +200,15 @@ def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, 
         if "" in row:
             raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
     table, point = {}, "," if separator == ";" else "."
-    has_commas = point == "," and any(_DECIMAL_COMMA.fullmatch(cell) for _, row in lines[1:] for cell in row)
-    for name, cells in zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True):
-        if {*cells} <= {*(class_names or {}).get(name, ())}:
+    columns = dict(zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True))
+    if "" in columns and len(columns) > 1:
+        del columns[""]
+        log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
+    for name, cells in columns.items():
+        if any(_column([each], point).dtype != object for each in (class_names or {}).get(name, ())):
             table[name] = np.array(cells, object)
             continue
         table[name] = _column(cells, point)
-        if not name:
-            _check_numbers_lines(table.pop(name), path)
-            continue
-        pointed = next((place for place, cell in enumerate(cells) if "." in cell), None)
-        if has_commas and pointed is not None and table[name].dtype.kind in "if":
-            raise UserError(
-                f"{path}:{lines[1 + pointed][0]}: {name}: {cells[pointed]} has a point, and other numbers of the file "
-                "have decimal commas; write thousands without points, and decimals alike."
-            )
         missing = _find_missing(cells, point) if table[name].dtype == object else None
         if missing is not None:
             raise UserError(
@@ -228,15 +221,26 @@ def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, 
                 f"{path}:{lines[1 + place][0]}: {name}: expected a finite number that float32 holds; received "
                 f"{cells[place]!r:.60}."
             )
+    if point == ",":
+        numbers = {name: cells for name, cells in columns.items() if table[name].dtype != object}
+        _check_points(numbers, [number for number, _ in lines[1:]], path)
     return table
 
 
-def _check_numbers_lines(column: np.ndarray, path: str) -> None:
-    """Raise UserError unless a column without a name numbers the lines, from 0 or 1 on: it is left out."""
-    first = int(column[0]) if column.dtype.kind == "i" else -1
-    if first not in (0, 1) or not np.array_equal(column, np.arange(first, first + len(column))):
-        raise UserError(f"{path}: the header has a column without a name; name it, or leave it out.")
-    log.warning(f"{path}: the column without a name, which numbers the lines, is left out")
+def _check_points(numbers: Mapping[str, Sequence[str]], lines: Sequence[int], path: str) -> None:
+    """Raise UserError for a point in a file of decimal commas: it may stand between thousands.
+
+    numbers: the cells of columns of numbers. lines: where each record is.
+    """
+    if not any(_DECIMAL_COMMA.fullmatch(cell) for cells in numbers.values() for cell in cells):
+        return
+    for name, cells in numbers.items():
+        place = next((place for place, cell in enumerate(cells) if "." in cell), None)
+        if place is not None:
+            raise UserError(
+                f"{path}:{lines[place]}: {name}: {cells[place]} has a point, and other numbers of the file have "
+                "decimal commas; write thousands without points, and decimals alike."
+            )
 
 
 def _separator(header: str) -> str:

@@ -34,6 +34,11 @@ _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """A column in which pandas keeps the index of a table whose rows were chosen or shuffled."""
 
 
+def _choose(request: Request, stored: Sequence[str], path: str) -> list[str]:
+    """Return the columns to read; the index of pandas only if it is asked for."""
+    return request.choose([name for name in stored if name in request.names or not _PANDAS_INDEX.fullmatch(name)], path)
+
+
 def _pyarrow(module: str = "pyarrow") -> Any:
     """Return the library; opening a file has checked that it is installed."""
     return importlib.import_module(module)
@@ -49,8 +54,7 @@ class _Batches(FileStore):
         self._pages = Pages(request.storage, path) if is_remote(path) else None
         try:
             schema, counts, size = self._open()
-            stored = [name for name in schema.names if name in request.names or not _PANDAS_INDEX.fullmatch(name)]
-            self._names = request.choose(stored, path)
+            self._names = _choose(request, schema.names, path)
             check_types(schema, self._names, path)
         except RunError:
             raise
@@ -184,7 +188,7 @@ def to_arrays(table: Any) -> Arrays:
 
 
 def _chunks(column: Any) -> Sequence[Any]:
-    return column.chunks or [column.combine_chunks()]
+    return [chunk for chunk in column.chunks if len(chunk)] or [column.combine_chunks()]
 
 
 def _join_chunks(chunks: Sequence[np.ndarray]) -> np.ndarray:
@@ -289,7 +293,7 @@ class HuggingFaceFolder(FileStore):
             dataset = datasets.load_from_disk(path)
         except Exception as error:  # datasets and pyarrow raise whatever damaged files lead to
             raise unreadable(error)(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
-        self._names = request.choose(dataset.column_names, path)
+        self._names = _choose(request, dataset.column_names, path)
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)
         super().__init__(path, sorted(file["filename"] for file in dataset.cache_files))

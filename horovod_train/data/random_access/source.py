@@ -171,9 +171,13 @@ def images_in_config(config: DataConfig) -> frozenset[str]:
 
 
 def class_names_in_config(config: DataConfig) -> dict[str, Sequence[str]]:
-    """Return the names of classes that the config declares, by feature."""
-    features = config.features.items()
-    return {name: of["class_names"] for name, of in features if isinstance(of, Mapping) and of.get("class_names")}
+    """Return the names of classes that the config declares, by feature; not yet checked ones only if they are texts."""
+    declared = {name: of.get("class_names") for name, of in config.features.items() if isinstance(of, Mapping)}
+    return {
+        name: names
+        for name, names in declared.items()
+        if isinstance(names, list | tuple) and names and all(isinstance(each, str) for each in names)
+    }
 
 
 def labels_of(config: DataConfig) -> tuple[str, ...]:

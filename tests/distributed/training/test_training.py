@@ -115,6 +115,15 @@ def test_a_run_whose_words_nobody_takes_ends_as_others_do(base_config: Path, tmp
     assert len(metrics_of(tmp_path, "train")) == summary_of(tmp_path)["steps"] == 15
 
 
+def test_a_last_step_that_is_shorter_on_some_ranks_only_is_taken_by_all(base_config: Path, tmp_path: Path) -> None:
+    """Of 719 records one rank has 360 and one 359, of the last 718 both have 359: only one has fewer rows."""
+    words = ["data.global_batch_size=719", "train.epochs=40", "train.max_steps=null", "eval.every_epochs=null"]
+    words += ["checkpoint.every_epochs=null", "watch={warn_after_s: 10, stop_after_s: 20, first_step_after_s: 100}"]
+    finished = train(["--config", base_config, *words, "--output-dir", tmp_path / "run"], launcher="srun", np=2)
+    assert finished.returncode == 0, finished.text
+    assert summary_of(tmp_path / "run")["steps"] == 80
+
+
 def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(["--config", base_config, "train.max_steps=5", "--output-dir", first]).returncode == 0

@@ -84,6 +84,25 @@ def test_cells_that_are_names_are_no_numbers(
     assert np.asarray(batch.targets).tolist() == expected
 
 
+def test_a_cell_that_is_no_name_does_not_make_numbers_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n0.5,1\n1.5,2\n2.5,0\n")
+    features = {"y": {"class_names": ["1", "2", "3"]}}
+    config = DataConfig(train=(f"{tmp_path}/t.csv",), targets=("y",), features=features, shuffle=False)
+    pipeline = build_pipeline(
+        open_records(config, "train"), config, Ranks(0, 1), seed=0, training=True, global_batch_size=3
+    )
+    with pytest.raises(UserError, match=r"record 2: feature y: expected one of 1, 2, 3.*'0'"), pipeline.explaining():
+        batches(pipeline)
+
+
+@pytest.mark.parametrize("names", [3, [["a"], ["b"]]])
+def test_names_of_another_kind_are_refused_in_one_line(tmp_path: Path, names: object) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n0.5,1\n1.5,2\n")
+    config = DataConfig(train=(f"{tmp_path}/t.csv",), targets=("y",), features={"y": {"class_names": names}})
+    with pytest.raises(UserError, match="class_names"):
+        open_records(config, "train")
+
+
 def test_names_in_another_order_than_the_folders_are_refused(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for name in NAMES:
