@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,25 @@ def test_channels_that_come_first_are_refused(tmp_path: Path) -> None:
         UserError, match=r"image as \[height, width, channels\]; received \[3, 12, 16\], .* channels first"
     ):
         pipeline(data)
+    np.savez(tmp_path / "a.npz", image=np.zeros((4, 3, 3, 200), np.uint8), y=np.zeros(4, np.int64))  # many channels
+    pipeline(data)
+
+
+def test_a_function_that_moves_no_pixel_may_stand_beside_any_mask(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", image=np.zeros((4, 12, 16, 3), np.uint8), mask=np.zeros((4, 12, 16), np.int64))
+    data = config(tmp_path / "a.npz", inputs=("image",), targets=("mask",))
+    pipeline(dataclasses.replace(data, augment=(Spec("test_segmentation:brighter"),)))
+    with pytest.raises(UserError, match=r"mask has the height and width of image, .* as \[12, 16, 1\]"):
+        pipeline(dataclasses.replace(data, augment=(Spec("flip"),)))
+
+
+def test_a_mask_as_jpeg_is_a_bad_record(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    Image.fromarray(mask_of(1)).save(out, "JPEG")
+    rows = [example(image=png(np.stack([mask_of(1)] * 3, 2)), mask=out.getvalue())] * 4
+    write_file(tmp_path / "a.tfrecord", rows)
+    with pytest.raises(UserError, match="feature mask: a JPEG, which does not keep numbers of classes; store masks as"):
+        read(made(tmp_path))
 
 
 @pytest.mark.parametrize(
