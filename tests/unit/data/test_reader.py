@@ -85,13 +85,13 @@ def test_what_is_read_ahead_is_not_read_again(folder: Path) -> None:
 
 def test_a_process_that_ends_does_not_wait_for_what_is_read_ahead(folder: Path) -> None:
     """Of thirty blocks only those being loaded are loaded to their end, and requests that fail are not repeated."""
-    is_loading, may_fail = threading.Event(), threading.Event()
+    is_loading, may_fail, retries = threading.Event(), threading.Event(), Retries(3600)
 
     class Failing(Watched):
         def open(self) -> LoadBlock:
             def load(block: int) -> LoadedBlock:
                 self.loaded.append(block)
-                return Retries(3600).call("s3://bucket/file", fail)
+                return retries.call("s3://bucket/file", fail)
 
             return load
 
