@@ -111,7 +111,8 @@ def test_one_epoch_is_taken_in_calls_of_at_most_so_many_steps(images: Path) -> N
     made = pipeline(config(images), batch=16, training=False)
     calls = [[batch.ids.numpy() for batch in itertools.islice(found, steps)] for found, steps, _ in made.one_epoch(2)]
     assert [len(call) for call in calls] == [2, 2, 1]
-    assert [size for _, _, size in made.one_epoch(3)] == [StepSize(16, True), StepSize(16, True), StepSize(6, False)]
+    full = StepSize(16, True, 16)
+    assert [size for _, _, size in made.one_epoch(3)] == [full, full, StepSize(6, False, 6)]
     numbers = np.concatenate([number for call in calls for number in call])
     assert sorted(numbers[numbers >= 0].tolist()) == list(range(RECORDS))
 
@@ -127,7 +128,7 @@ def test_a_step_has_as_many_records_as_its_size_says(images: Path, size: int, dr
         rows = [int(np.sum(batch.ids >= 0)) for batch in batches(made)]
         sizes = [made.size_of(step) for step in range(made.steps_per_epoch)]
         assert [each.rows for each in sizes] == rows
-        by_rank.append([each.is_full for each in sizes])
+        by_rank.append([(each.is_full, each.records) for each in sizes])
         assert made.size_of(0) is made.size_of(0)
     assert by_rank == [by_rank[0]] * size
     is_even = 16 % size == 0
