@@ -179,7 +179,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
         slow=slow[-3:],
         earlier=_earlier(outcome, stories, summary),
-        launched=[f"{line.time} launch: {line.text}" for line in launched[-LAUNCH_LINES:]],
+        launched=[f"{line.time} {line.kind} {line.text}" for line in launched[-LAUNCH_LINES:]],
         last_step=last_step,
         checkpoint=checkpoint,
         damaged=damaged,
@@ -197,13 +197,16 @@ def _launched(run_dir: Path) -> list[Entry]:
     return [entry for line in lines if (entry := read_line(line)) and entry.kind == "launch:"]
 
 
+def _starts_of(launched: Sequence[Entry]) -> list[datetime]:
+    return [datetime.fromisoformat(entry.time) for entry in launched if entry.text.startswith("start ")]
+
+
 def _without_logs(launched: Sequence[Entry], stories: Mapping[int, RankStory]) -> Outcome | None:
     """Return how the last start of launch ended, if its ranks left no logs: those that are there tell of another."""
-    begun = [entry for entry in launched if entry.text.startswith("start ")]
+    begun = _starts_of(launched)
     if not begun or not launched[-1].text.startswith("stopped: "):
         return None
-    logged = max((datetime.fromisoformat(story.entries[0].time) for story in stories.values()), default=None)
-    if logged is not None and logged >= datetime.fromisoformat(begun[-1].time):
+    if any(datetime.fromisoformat(story.entries[0].time) >= begun[-1] for story in stories.values()):
         return None
     what = f"the last start ended before its ranks had logs: {launched[-1].text.removeprefix('stopped: ')}"
     return Outcome("failed", what, None, launched[-1].time)
@@ -439,7 +442,7 @@ def _next(
 
 def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
     """Return whether launch has started the last start's ranks: after the start before that."""
-    begun = [datetime.fromisoformat(entry.time) for entry in launched if entry.text.startswith("start ")]
+    begun = _starts_of(launched)
     starts = [datetime.fromisoformat(story.entries[0].time) for story in read_starts_of_root(run_dir)]
     return bool(begun and starts) and begun[-1] <= starts[-1] and all(before < begun[-1] for before in starts[:-1])
 

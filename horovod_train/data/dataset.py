@@ -268,9 +268,10 @@ def check_same_labels(records: Records, training: Records) -> None:
 def other_kinds(records: Records, training: Records) -> Iterator[str]:
     """Yield a sentence for each scaled feature that is of integers in one and of floats in the other."""
     for name, feature in training.schema.features.items():
-        other, is_scaled = records.schema.features.get(name), feature.scale is not None or feature.offset is not None
-        kinds = {"float" in each.stored_dtype for each in (feature, other) if each is not None}
-        if is_scaled and other is not None and len(kinds) == 2:
+        other = records.schema.features.get(name)
+        if other is None or (feature.scale is None and feature.offset is None):
+            continue
+        if ("float" in feature.stored_dtype) != ("float" in other.stored_dtype):
             yield (
                 f"{records.setting}: {name} is {other.stored_dtype}, and {feature.stored_dtype} in {training.setting}; "
                 "its scale and offset are the same for both"

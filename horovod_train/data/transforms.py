@@ -93,9 +93,7 @@ def decode_images(
 def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: ImageChanges) -> tf.Tensor:
     """Return one image, uint8 of the feature's shape. Raises InvalidArgumentError for a file too small or no image."""
     if feature.classes:
-        is_lossy = tf.io.is_jpeg(file)
-        with tf.control_dependencies([tf.debugging.Assert(~is_lossy, ["a JPEG, which does not keep classes"])]):
-            file = tf.identity(file)
+        file = _refused_if(tf.io.is_jpeg(file), file, "a JPEG, which does not keep numbers of classes")
     random_box = changes.box
     choose = _box_of_resize(feature) if random_box is None else lambda size: random_box(size, draw)
     image = _decode(feature, file, choose, side=0 if random_box else _SIDE)
@@ -114,9 +112,9 @@ def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: Im
 def image_problem(feature: Feature, file: bytes) -> str | None:
     """Return what is wrong with an image; None if nothing is."""
     if file.startswith(_PNG) and len(file) >= _PNG_HEAD and _changes_numbers(feature, *file[_PNG_HEAD - 2 : _PNG_HEAD]):
-        depth, colours = file[_PNG_HEAD - 2 : _PNG_HEAD]
-        what = "the colours of its palette instead of its numbers" if colours == _PALETTE else "8 of its 16 bits"
-        return f"a PNG of {depth} bits, of which only {what} would be read; store the numbers as 8 bits of grey"
+        has_palette = file[_PNG_HEAD - 1] == _PALETTE
+        what = "with a palette, whose colours would be read" if has_palette else "of 16 bits, of which 8 would be read"
+        return f"a PNG {what}; expected numbers stored as 8 bits of grey"
     if feature.classes and file.startswith(_JPEG):
         return "a JPEG, which does not keep numbers of classes; store masks as PNG"
     try:
@@ -221,7 +219,12 @@ def _with_its_numbers(feature: Feature, file: tf.Tensor) -> tf.Tensor:
     head = tf.io.decode_raw(padded, tf.uint8)
     is_png = tf.reduce_all(head[: len(_PNG)] == tf.constant(list(_PNG), tf.uint8))
     is_changed = is_png & _changes_numbers(feature, head[_PNG_HEAD - 2], head[_PNG_HEAD - 1])
-    with tf.control_dependencies([tf.debugging.Assert(~is_changed, ["a PNG that would be read with other numbers"])]):
+    return _refused_if(is_changed, file, "a PNG that would be read with other numbers")
+
+
+def _refused_if(condition: tf.Tensor, file: tf.Tensor, why: str) -> tf.Tensor:
+    """In a graph: return the file, or fail; image_problem then tells the user."""
+    with tf.control_dependencies([tf.debugging.Assert(~condition, [why])]):
         return tf.identity(file)
 
 

@@ -23,12 +23,12 @@ Arrays = dict[str, np.ndarray]
 VECTOR = "inputs"
 _RAW_VALUES = 16
 """From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
-log = logging.getLogger(__name__)
-
 _BOOLEANS = {"true": 1, "false": 0}
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "nan", "-nan", "-", "?"}
 """Cells that stand for a missing value in tables of other programs, in lower case."""
+
+log = logging.getLogger(__name__)
 
 
 def _add_file_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
@@ -177,8 +177,10 @@ def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, 
     """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
 
     The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
-    may have decimal commas. Columns of true and false, in any case, are 1 and 0. A column with
-    `class_names` of which one reads as a number, or as true or false, stays text. One without a name is left out.
+    may have decimal commas. Columns of true and false, in any case, are 1 and 0. One without a name is left out.
+
+    class_names: names of classes, by column. A column stays text if one of its names reads as a number, or as true or
+    false: else the same label would be a name in one file and a number in the next.
     """
     with reading(path):
         content = storage.read_all(path)

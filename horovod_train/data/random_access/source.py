@@ -171,7 +171,7 @@ def images_in_config(config: DataConfig) -> frozenset[str]:
 
 
 def class_names_in_config(config: DataConfig) -> dict[str, Sequence[str]]:
-    """Return the names of classes that the config declares, by feature; not yet checked ones only if they are texts."""
+    """Return the names of classes in data.features, by feature. What is no list of texts is left to the schema."""
     declared = {name: of.get("class_names") for name, of in config.features.items() if isinstance(of, Mapping)}
     return {
         name: names

@@ -62,7 +62,10 @@ class Watchdog:
         """Tell all ranks why the run ends."""
 
     def find_cause(self, exit_code: int = 1) -> Cause | None:
-        """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S."""
+        """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S.
+
+        exit_code: what this process ends with if the watchdog has to end it meanwhile.
+        """
         return None
 
     def print_once_per_host(self, line: str) -> None:

@@ -153,10 +153,10 @@ def test_a_mask_as_jpeg_is_a_bad_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [
-        ("I;16", {"classes": 21, "interpolation": "nearest"}, "a PNG of 16 bits, of which only 8 of its 16 bits"),
+        ("I;16", {"classes": 21, "interpolation": "nearest"}, "a PNG of 16 bits, of which 8 would be read; expected"),
         ("I;16", {}, "a PNG of 16 bits"),
-        ("P", {"classes": 21, "interpolation": "nearest"}, "of which only the colours of its palette instead of its"),
-        ("P", {"interpolation": "nearest"}, "the colours of its palette"),
+        ("P", {"classes": 21, "interpolation": "nearest"}, "a PNG with a palette, whose colours would be read; exp"),
+        ("P", {"interpolation": "nearest"}, "with a palette, whose colours"),
         ("P", {}, ""),  # a picture
         ("L", {"classes": 21, "interpolation": "nearest"}, ""),
     ],
