@@ -22,7 +22,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 from horovod_train import __version__
 from horovod_train.commands.cli import (
@@ -41,6 +42,7 @@ from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.errors import AlreadySaid, FailedElsewhere, ReadFailed, RunError, UserError, one_line
 from horovod_train.output import logs
 from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
@@ -129,15 +131,28 @@ def _library_of(error: ImportError) -> str | None:
 
 def _let_others_know(exit_code: int) -> None:
     """Under plain srun, which lets the others wait for a rank that fails alone before the ranks meet."""
+    if (step := _step()) is not None:
+        from horovod_train.distributed.launch.rendezvous import report_failure
+
+        report_failure(step, exit_code)
+
+
+def _root_has_failed() -> bool:
+    """Return whether root has let this rank know that it failed before the ranks met."""
+    if (step := _step()) is None:
+        return False
+    from horovod_train.distributed.launch.rendezvous import root_has_failed
+
+    return root_has_failed(step)
+
+
+def _step() -> launcher.Step | Meeting | None:
+    """Return what the ranks meet by, if their launcher neither brings them together nor ends all when one ends."""
     try:
         step = launcher.detect().step
     except UserError:
-        return
-    if step is not None:
-        with suppress(ModuleNotFoundError):  # of Horovod
-            from horovod_train.distributed.launch.rendezvous import report_failure
-
-            report_failure(step, exit_code)
+        return None
+    return step if find_spec("horovod") else None
 
 
 def _run_command(name: str, argv: Sequence[str]) -> int:
@@ -199,6 +214,8 @@ def _root_speaks_first() -> Iterator[None]:
         if rank == 0:
             raise
         time.sleep(launcher.ROOT_REPORTS_FIRST_S)
+        if _root_has_failed():
+            raise AlreadySaid(str(error), error.exit_code) from error
         raise type(error)(f"rank {rank} ({socket.gethostname()}): {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -40,6 +41,16 @@ def block_checkpoints(run: Any, step: int) -> None:
         run.store.wait()
         folder.rename(folder.with_name("saved"))
         folder.write_text("in the way")
+
+
+def lose_the_directory(run: Any, step: int) -> None:
+    """Another run, of another host, takes the lease; the end waits until root has seen that."""
+    if run.output.directory:
+        lease = run.output.directory / "lease.json"
+        other = lease.with_name("other")
+        other.write_text(json.dumps(json.loads(lease.read_text()) | {"host": "node12", "token": "another"}))
+        other.rename(lease)
+        assert not run.stopping.lease.is_ours()
 
 
 def quit_while_others_meet(run: Any, step: int) -> None:

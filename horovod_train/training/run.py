@@ -24,7 +24,7 @@ from horovod_train.data.batch_source import Batch, Batches, BatchSource
 from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
 from horovod_train.distributed.layer_contents import contents, finalize
-from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisagree, RanksStartApart, RunError
+from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, InUse, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
@@ -309,7 +309,7 @@ def _raise_on_root(run: Run) -> None:
     """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
     with run.group.raise_together():
         if run.stopping.lease.lost:
-            raise RunError("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
+            raise InUse("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
         if run.store.given_up:
             raise RunError(run.store.given_up)
 

@@ -156,6 +156,21 @@ def report_failure(step: Step | Meeting, exit_code: int) -> None:
         _close([server])
 
 
+def root_has_failed(step: Step | Meeting) -> bool:
+    """Return whether root says now, by `report_failure`, that it has failed. For ranks other than root."""
+    with suppress(RunError):
+        deadline = time.monotonic() + key_value_store.ANSWER_WITHIN_S
+        prepare_token(step)
+        root = _address_of_root(step)
+        for port in _ports(step):
+            if _is_root(root, port, step):
+                answer = key_value_store.ask(_with_key(root, port, step), port, "GET", "all")
+                return answer is not None and answer.startswith(b"failed 0 ")
+            if time.monotonic() > deadline:
+                break
+    return False
+
+
 def _keeps_server() -> bool:
     """Return whether ranks may need the server after the start. Horovod sets the variable while it starts, too."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")

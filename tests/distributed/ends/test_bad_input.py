@@ -169,7 +169,7 @@ def test_an_error_of_training_in_the_users_code_is_a_line_and_its_traceback_in_t
     assert "Traceback" in (here / "run-later" / "logs" / "rank-0.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", ["mpirun"])
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 @pytest.mark.parametrize("table", ["early", "late"])
 def test_one_line_from_several_ranks_and_none_is_left(here: Path, launcher: str, table: str) -> None:
     words, expected = (BEFORE_TENSORFLOW["unknown key"], WITH_TENSORFLOW["unknown model"])[table == "late"]

@@ -270,6 +270,16 @@ def test_a_hook_that_fails_on_one_rank_ends_all_though_the_others_wait_for_it(
 
 
 @pytest.mark.long
+def test_a_run_whose_directory_another_has_taken_ends_as_one_that_found_it_taken(digits: Path, tmp_path: Path) -> None:
+    """Under SLURM the other's checkpoints would else count as this run's, which would be requeued beside it."""
+    words = [*on_digits(digits), "hooks=user_hooks:lose_the_directory", "--output-dir", tmp_path / "run"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 73, finished.text
+    assert "output_dir: another run has taken the directory" in finished.stderr
+    assert not any((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.long
 def test_sys_exit_in_the_users_code_is_not_taken_for_success(digits: Path, tmp_path: Path) -> None:
     words = [*on_digits(digits), "log.writers=[user_hooks:Quits]", "--output-dir", tmp_path / "run"]
     finished = train(words)
