@@ -133,7 +133,7 @@ def _table(arguments: argparse.Namespace) -> Draft:
     ends = _classification(epochs=30) if names else _regression()
     model = _with_slashes(TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n"), inputs)
     sections = [
-        _data(arguments.path, {target: _target_settings(table[target])}, [target], inputs=list(inputs)),
+        _data(arguments.path, _features(table, inputs, target), [target], inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
         *ends,
     ]
@@ -179,7 +179,7 @@ def _text(arguments: argparse.Namespace) -> Draft:
         f"{listed(names)}; {_split(records)}"
     )
     sections = [
-        _data(arguments.path, {target: _target_settings(table[target])}, [target], inputs=[text]),
+        _data(arguments.path, _features(table, [text], target), [target], inputs=[text]),
         _model({"classes": len(names)}),
         *_classification(epochs=10),
     ]
@@ -254,6 +254,12 @@ def _classes_of(column: np.ndarray) -> list[str]:
         return values.tolist() if 2 <= len(values) <= MOST_TEXTS else []
     is_counted = column.dtype.kind == "i" and 2 <= len(values) <= MOST_CLASSES and values[0] >= 0
     return [str(number) for number in range(int(values[-1]) + 1)] if is_counted and values[-1] < MOST_CLASSES else []
+
+
+def _features(table: Mapping[str, np.ndarray], inputs: Collection[str], target: str) -> dict[str, Any]:
+    """Return `data.features`. Text is named: in another file all of a column's texts may read as numbers."""
+    texts = {name: "bytes" for name in inputs if table[name].dtype == object}
+    return {**texts, target: _target_settings(table[target])}
 
 
 def _target_settings(column: np.ndarray) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import cast
 
 import numpy as np
@@ -173,14 +173,19 @@ def _write_csv(arguments: argparse.Namespace) -> None:
     _write(arguments, choose(table), eval_table and choose(eval_table), [VECTOR] if joined else inputs)
 
 
-def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, Sequence[str]] | None = None) -> Arrays:
+def load_table(
+    path: str,
+    storage: Storage = DEFAULT,
+    class_names: Mapping[str, Sequence[str]] | None = None,
+    texts: Set[str] = frozenset(),
+) -> Arrays:
     """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
 
     The header says which of , ; | and tab is between cells; blanks around cells are left out. With a semicolon, numbers
     may have decimal commas. Columns of true and false, in any case, are 1 and 0. One without a name is left out.
 
     class_names: names of classes, by column. A column stays text if one of its names reads as a number, or as true or
-    false: else the same label would be a name in one file and a number in the next.
+    false: else the same label would be a name in one file and a number in the next. texts: columns that stay text.
     """
     with reading(path):
         content = storage.read_all(path)
@@ -207,7 +212,8 @@ def load_table(path: str, storage: Storage = DEFAULT, class_names: Mapping[str, 
         del columns[""]
         log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
     for name, cells in columns.items():
-        if any(_column([each], point).dtype != object for each in (class_names or {}).get(name, ())):
+        names_of_classes = (class_names or {}).get(name, ())
+        if name in texts or any(_column([each], point).dtype != object for each in names_of_classes):
             table[name] = np.array(cells, object)
             continue
         table[name] = _column(cells, point)

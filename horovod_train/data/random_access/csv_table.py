@@ -19,7 +19,7 @@ class CSVTable(FileStore):
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is no table, and for a line whose image does not exist."""
-        table = load_table(path, request.storage, request.class_names)
+        table = load_table(path, request.storage, request.class_names, request.texts)
         self._columns = {name: table[name] for name in request.choose(list(table), path)}
         self._images = [name for name in self._columns if name in request.images]
         if self._images:

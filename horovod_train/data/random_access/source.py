@@ -120,7 +120,7 @@ def open_described(
     storage = Storage(config.retry_s)
     folders = (*config.paths("train"), *config.paths("eval")) if needs_labels else ()
     names, images = names_in_config(config), images_in_config(config)
-    request = Request(names, images, class_names_in_config(config), setting, storage, folders)
+    request = Request(names, images, texts_in_config(config), class_names_in_config(config), setting, storage, folders)
     stores = map_paths(lambda path: open_store(path, request), paths)
     nonempty = [store for store in stores if store.blocks.num_records]
     if not nonempty:
@@ -168,6 +168,12 @@ def images_in_config(config: DataConfig) -> frozenset[str]:
     """Return the features that the config declares as image files."""
     features = config.features.items()
     return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
+
+
+def texts_in_config(config: DataConfig) -> frozenset[str]:
+    """Return the features that the config declares as text."""
+    types = {name: of.get("type") if isinstance(of, Mapping) else of for name, of in config.features.items()}
+    return frozenset(name for name, stored in types.items() if stored == "bytes")
 
 
 def class_names_in_config(config: DataConfig) -> dict[str, Sequence[str]]:

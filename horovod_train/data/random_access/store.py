@@ -37,6 +37,8 @@ class Request:
     """The features to read; () for all."""
     images: frozenset[str] = frozenset()
     """Those that data.features calls `decode: image`."""
+    texts: frozenset[str] = frozenset()
+    """Those whose type it gives as `bytes`."""
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of classes in data.features, by feature: labels may be text."""
     setting: str = "data.train"

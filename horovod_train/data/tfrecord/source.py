@@ -35,7 +35,7 @@ from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, reopen_if_stale, resolved
 from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack, write_unpacked
-from horovod_train.errors import UserError, reading
+from horovod_train.errors import UserError, reading, unusable
 from horovod_train.host import OpenFiles, boot_id
 from horovod_train.output.files import Artifact, remove, rename
 from horovod_train.output.logs import ANY_RANK
@@ -187,7 +187,7 @@ class StagedFiles:
                 # page on a full disk ends the process.
                 self._flags = os.open(self._folder / f"{_copy_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
-                raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
+                raise unusable(f"data.stage_dir: {folder} cannot be used", error, "") from error
         if unpacked_bytes:
             self._log_room_needed(len(unpacked_bytes), sum(unpacked_bytes.values()))
 

@@ -84,6 +84,17 @@ def test_cells_that_are_names_are_no_numbers(
     assert np.asarray(batch.targets).tolist() == expected
 
 
+@pytest.mark.parametrize("declared", ["bytes", {"type": "bytes"}])
+def test_a_column_that_is_text_stays_text_where_all_of_it_reads_as_numbers(tmp_path: Path, declared: object) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n007,1\n1.50,0\ntrue,1\n")
+    config = DataConfig(train=(f"{tmp_path}/t.csv",), targets=("y",), features={"x": declared}, shuffle=False)
+    pipeline = build_pipeline(
+        open_records(config, "train"), config, Ranks(0, 1), seed=0, training=True, global_batch_size=3
+    )
+    (batch,) = batches(pipeline)
+    assert np.asarray(batch.inputs).tolist() == [b"007", b"1.50", b"true"]
+
+
 def test_a_cell_that_is_no_name_does_not_make_numbers_of_the_others(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("x,y\n0.5,1\n1.5,2\n2.5,0\n")
     features = {"y": {"class_names": ["1", "2", "3"]}}
