@@ -60,6 +60,14 @@ def of_lists(hidden: int = 16) -> keras.Model:
     return keras.Model({"image": image, "words": words}, layers.Dense(10)(x))
 
 
+def of_zones() -> keras.Model:
+    """Of a text and a number."""
+    zone, size = keras.Input((), dtype="string", name="zone"), keras.Input((), name="size")
+    found = layers.StringLookup(vocabulary=["1", "2", "3b"], output_mode="one_hot")(zone)
+    x = layers.Concatenate()([found, layers.Reshape((1,))(size)])
+    return keras.Model({"zone": zone, "size": size}, layers.Dense(3, name="logits")(x))
+
+
 def vector(hidden: int = 8) -> keras.Model:
     """Six numbers → 3 logits."""
     x = keras.Input((6,))

@@ -105,6 +105,8 @@ class Facts:
     {} if they follow schedules."""
     class_names: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """The names of classes in the training records, by feature."""
+    scaled_dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The dtype in which the training records store each feature that has scale or offset."""
     began_at: str = ""
     """The path in checkpoint.resume at which the run began; "" if at none."""
     eval_data: str = ""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, open_checkpoint, read_manifest
+from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, open_checkpoint, read_manifest, step_name
 from horovod_train.config.loader import BUILT_IN, Origins, is_number, load, seconds_of, setting_like
 from horovod_train.config.paths import missing_paths, path_problem, remote_problem, text_problem
 from horovod_train.config.settings import Config
@@ -255,8 +255,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         default="auto",
-        metavar="auto|best|PATH",
-        help="auto: the newest of the run; default %(default)s",
+        metavar="auto|best|STEP|PATH",
+        help="auto: the newest of the run; STEP: of the run, like 460; default %(default)s",
     )
     parser.add_argument(
         "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: moving averages if it kept any"
@@ -302,8 +302,13 @@ def _name_changes(config: Config, origins: Origins, checkpoint: str) -> None:
 
 
 def _checkpoint(choice: str, run_dir: str | None) -> str:
+    """Return the path of a checkpoint. choice: auto, best, a path, or of the run a step or the name of a checkpoint."""
     if choice not in ("auto", "best"):
-        return choice
+        if run_dir is None or Path(choice).exists():
+            return choice
+        name = step_name(int(choice)) if choice.isascii() and choice.isdigit() else choice
+        of_run = [path for path in (Path(run_dir, CHECKPOINTS, name), Path(run_dir, choice)) if path.is_dir()]
+        return str(of_run[0]) if of_run else choice
     if run_dir is None:
         raise UserError(f"--checkpoint {choice}: of which run? Name its directory, or a checkpoint's path.")
     if choice == "auto":

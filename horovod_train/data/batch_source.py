@@ -231,6 +231,8 @@ class BatchSource(ABC):
     """The data sets that the records are from."""
     class_names: Mapping[str, Sequence[str]]
     """The names of classes, by feature; none of a stream."""
+    scaled_dtypes: Mapping[str, str]
+    """The dtype in which each feature with scale or offset is stored; none of a stream."""
     files: str
     """The parts as source.pack packs them; "" if there are none."""
     order_settings: str

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
@@ -64,6 +66,8 @@ class Records:
     """The parts as they are stored, where the source repeats some records or leaves some out."""
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from, in the order of the records."""
+    describes_itself: bool = False
+    """Whether the schema is that of the records, so that data.features need not name all of them."""
     lengths: str = ""
     """Digest of the lengths of lists, which each host keeps, with data.bucket_by_length; "" without."""
 
@@ -84,6 +88,10 @@ class Records:
     def files(self) -> list[str]:
         """Return the file of each record, where each is a file; else nothing."""
         return _files_of(self.source)
+
+    def numbers(self) -> np.ndarray | None:
+        """Return the position of each record in its files: int64 [records]. None if they are 0, 1, …: all are read."""
+        return _numbers_of(self.source)
 
     def find_buckets(self, config: DataConfig) -> Buckets | None:
         """Return how to sort the records by length; None without data.bucket_by_length. Raises UserError."""
@@ -202,7 +210,7 @@ def _open_stores(
     source, schema = open_described(files, opener, config, setting, needs_labels=needs_labels)
     if needs_labels:
         check_weight(config.weight, schema)
-    return Records(source, schema, setting, source.notes)
+    return Records(source, schema, setting, source.notes, describes_itself=True)
 
 
 def _files_of(source: RecordSource) -> list[str]:
@@ -210,6 +218,13 @@ def _files_of(source: RecordSource) -> list[str]:
         files = _files_of(source.source)
         return [files[record] for record in source.numbers().tolist()] if files else []
     return source.files() if isinstance(source, RandomAccessRecords) else []
+
+
+def _numbers_of(source: RecordSource) -> np.ndarray | None:
+    if not isinstance(source, Selection):
+        return None
+    numbers = _numbers_of(source.source)
+    return source.numbers() if numbers is None else numbers[source.numbers()]
 
 
 def _folder_opener(paths: Sequence[str], storage: Storage, *, needs_labels: bool) -> OpenStore | None:
@@ -252,12 +267,22 @@ def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
             raise UserError(f"data.{key}: {use}, and {setting}, {path}, has none. Leave it out.")
 
 
-def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
-    """Return the config with the inputs of the training records, for other records of the same model.
+def with_roles_of(config: DataConfig, records: Records) -> DataConfig:
+    """Return the config with inputs and targets of the training records, for other records of the same model.
 
-    Left to its default, data.inputs would mean other features where those have one more.
+    Left to its default, data.inputs would mean other features where those have one more. Inputs of text are declared,
+    because in another CSV file all texts of a column may read as numbers.
     """
-    return config if config.inputs else dataclasses.replace(config, inputs=schema.inputs)
+    schema, features = records.schema, dict(config.features)
+    if records.describes_itself:
+        for name in schema.inputs:
+            feature = schema.features[name]
+            if feature.stored_dtype == "string" and not feature.max_length:
+                features.setdefault(
+                    name, {"type": "bytes", **({"shape": list(feature.shape)} if feature.shape else {})}
+                )
+    inputs, targets = config.inputs or schema.inputs, config.targets or schema.targets
+    return dataclasses.replace(config, inputs=inputs, targets=targets, features=features)
 
 
 def check_same_labels(records: Records, training: Records) -> None:
@@ -265,16 +290,22 @@ def check_same_labels(records: Records, training: Records) -> None:
     check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
 
 
-def other_kinds(records: Records, training: Records) -> Iterator[str]:
-    """Yield a sentence for each scaled feature that is of integers in one and of floats in the other."""
-    for name, feature in training.schema.features.items():
-        other = records.schema.features.get(name)
-        if other is None or (feature.scale is None and feature.offset is None):
-            continue
-        if ("float" in feature.stored_dtype) != ("float" in other.stored_dtype):
+def scaled_dtypes(schema: Schema) -> dict[str, str]:
+    """Return the dtype in which each feature with scale or offset is stored."""
+    scaled = {name: each for name, each in schema.features.items() if (each.scale, each.offset) != (None, None)}
+    return {name: feature.stored_dtype for name, feature in scaled.items()}
+
+
+def other_kinds(records: Records, trained: Mapping[str, str], where: str) -> Iterator[str]:
+    """Yield a sentence for each scaled feature that is of integers in one and of floats in the other.
+
+    trained: the `scaled_dtypes` of the training records, which `where` names.
+    """
+    for name, dtype in scaled_dtypes(records.schema).items():
+        if name in trained and ("float" in dtype) != ("float" in trained[name]):
             yield (
-                f"{records.setting}: {name} is {other.stored_dtype}, and {feature.stored_dtype} in {training.setting}; "
-                "its scale and offset are the same for both"
+                f"{records.setting}: {name} is {dtype}, and {trained[name]} in {where}; its scale and offset are the "
+                "same for both"
             )
 
 
@@ -283,12 +314,10 @@ def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
 
     TFRecords have theirs in dataset.json, which data.features would replace.
     """
-    schema, source = records.schema, records.source
-    while isinstance(source, Selection):
-        source = source.source
+    schema = records.schema
     feature = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
     names = feature.class_names if feature else ()  # data.parse says nothing of features
-    if not names or not isinstance(source, RandomAccessRecords):
+    if not names or not records.describes_itself:
         return config
     (target,) = schema.targets
     settings = config.features.get(target, {})

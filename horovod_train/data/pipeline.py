@@ -36,7 +36,7 @@ from horovod_train.data.batch_source import (
     prefetch_to,
     tensors_by_name,
 )
-from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, scaled_dtypes
 from horovod_train.data.parsing import build_parser, zero_rows
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
@@ -89,6 +89,7 @@ class Pipeline(BatchSource):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
         self.class_names = {name: names for name, names in records.schema.class_names.items() if name in used}
+        self.scaled_dtypes = {name: dtype for name, dtype in scaled_dtypes(records.schema).items() if name in used}
         self.files = source.pack(source.names_of(records.source.parts))
         self.order_settings = (
             "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "

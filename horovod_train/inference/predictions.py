@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
+import glob
 import math
 import os
 import zipfile
@@ -32,7 +34,7 @@ _FILE, _CLASS, _PROBABILITY = "file", "class", "probability"
 
 
 class RecordNames(NamedTuple):
-    """What a file says of records and classes besides numbers."""
+    """What a file says of records and classes besides outputs."""
 
     files: Sequence[str] = ()
     """Of each record; () if records are not files of their own."""
@@ -40,6 +42,8 @@ class RecordNames(NamedTuple):
     """Of the target that the model has learned."""
     are_logits: bool | None = None
     """Whether outputs are logits of the classes; False: probabilities; None: neither."""
+    numbers: np.ndarray | None = None
+    """The position of each record in its files: int64 [records]; None for 0, 1, …"""
 
 
 def _is_csv_of_outputs(path: Path) -> bool:
@@ -90,8 +94,11 @@ class PredictionsFile(Predictions):
         self._names, self._has_scores = names, _has_scores(specs, names)
         self._path, self._records = path, num_records
         self._folder, self._arrays = draft_of(path), dict[str, np.ndarray]()
+        self._locked: int | None = None
         try:
+            _remove_left(path)
             self._folder.mkdir()
+            self._locked = _lock(self._folder)
             for number, (name, spec) in enumerate(specs.items()):
                 self._arrays[name] = self._open(f"{number}.npy", *spec)
             if path.suffix == ".npz":
@@ -125,6 +132,9 @@ class PredictionsFile(Predictions):
 
     def close(self) -> None:
         self._arrays.clear()
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
         with contextlib.suppress(OSError):
             remove(self._folder, _DRAFT)
 
@@ -151,9 +161,10 @@ class PredictionsFile(Predictions):
             names.append(self._described(some))
             yield
         described = {name: np.concatenate([piece[name] for piece in names]) for name in (names[0] if names else ())}
+        numbers = self._numbers(record)
         with draft.open("r+b") as file:
             with zipfile.ZipFile(file, "x", allowZip64=True) as archive:
-                for name, array in [("record", record), *self._arrays.items(), *described.items()]:
+                for name, array in [("record", numbers), *self._arrays.items(), *described.items()]:
                     # Without records that were left out; in pieces, because memory may not hold all outputs.
                     rows = np.arange(len(record)) if len(array) == len(record) else record
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -175,10 +186,13 @@ class PredictionsFile(Predictions):
             for some in _in_pieces(record, max(min(_ROWS, _BYTES // max(row_bytes, 1)), 1)):
                 flat = [array[some].reshape(len(some), -1) for array in self._arrays.values()]
                 described = self._described(some).values()
-                for row, number in enumerate(some.tolist()):
+                for row, number in enumerate(self._numbers(some).tolist()):
                     outputs = (str(value) for array in flat for value in array[row])
                     writer.writerow([number, *outputs, *(values[row] for values in described)])
                 yield
+
+    def _numbers(self, record: np.ndarray) -> np.ndarray:
+        return record if self._names.numbers is None else self._names.numbers[record]
 
     def _described(self, record: np.ndarray) -> dict[str, np.ndarray]:
         """Return what the columns beside the outputs say of some records."""
@@ -192,6 +206,29 @@ class PredictionsFile(Predictions):
             if probability is not None:
                 described[_PROBABILITY] = probability.astype(np.float32)
         return {name: values for name, values in described.items() if name not in self._arrays}
+
+
+def _remove_left(path: Path) -> None:
+    """Remove unfinished predictions of this file whose process has ended, which may be as large as the file."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        if (locked := _lock(folder)) is not None:
+            with contextlib.suppress(OSError):  # of what is not ours, too
+                remove(folder, _DRAFT)
+            os.close(locked)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder; return its descriptor, None if another process has it or its file system knows no such locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _in_pieces(rows: np.ndarray, most: int) -> list[np.ndarray]:

@@ -27,7 +27,7 @@ from horovod_train.checkpoint.layout import Checkpoint, open_checkpoint, reason
 from horovod_train.checkpoint.tensors import array_names, load
 from horovod_train.config.settings import AUTO, Config, DataConfig
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
-from horovod_train.data.dataset import Records, class_names
+from horovod_train.data.dataset import Records, class_names, other_kinds
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import WorkerGroup
@@ -65,7 +65,7 @@ _OPEN_SIZES = (32, 8, 1)
 class Trained:
     """A trained model on the ranks of a group. checkpoint: its folder; step, epoch, records: when it was saved.
 
-    class_names: of the training records, by feature.
+    class_names, scaled_dtypes: of the training records, by feature.
     """
 
     group: WorkerGroup
@@ -76,6 +76,7 @@ class Trained:
     epoch: int
     records: int
     class_names: Mapping[str, Sequence[str]]
+    scaled_dtypes: Mapping[str, str]
 
 
 def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, float | int | str] | None:
@@ -106,6 +107,8 @@ def _open_records(data: DataConfig, trained: Trained, *, needs_labels: bool = Tr
     records = open_on_all_ranks(data, ["eval"], trained.group, needs_labels=needs_labels)["eval"]
     with trained.group.raise_together():
         check_same_classes(trained.class_names, "the training records", records.schema.class_names, records.setting)
+    for line in other_kinds(records, trained.scaled_dtypes, "the training records"):
+        log.warning(line)
     return records
 
 
@@ -132,7 +135,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
             outputs = Outputs(model, pipeline, "data.eval")
             names = class_names(config.data, trained.class_names or records.schema.class_names)
-            about = RecordNames(records.files(), names, _are_logits(config, model))
+            about = RecordNames(records.files(), names, _are_logits(config, model), records.numbers())
             file = open_predictions(out, outputs.specs, pipeline.num_records, about, is_root=group.is_root)
 
         def collect(batches: Batches, steps: int, _: StepSize) -> None:
@@ -176,7 +179,8 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
                 saved = open_checkpoint(checkpoint, "--checkpoint")
                 facts, folder = saved.facts, str(saved.folder)
                 loaded = load_weights(model, saved, weights)
-                about = (loaded, folder, facts.step, facts.epoch, facts.records, dict(facts.class_names))
+                of_records = (dict(facts.class_names), dict(facts.scaled_dtypes))
+                about = (loaded, folder, facts.step, facts.epoch, facts.records, *of_records)
         group.broadcast(model.weights)
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()
@@ -242,6 +246,8 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
 class Outputs:
     """Computes a model's outputs by name: keys of a dict, layer names for a list, or "output" for a single one.
 
+    Outputs in outputs are called `state[0]` or `state.left`.
+
     bfloat16, which numpy lacks, becomes float32.
     """
 
@@ -292,10 +298,11 @@ class Outputs:
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
         outputs = self._model(batch.inputs, training=False)
         rows = batch.ids.shape[0]
-        return {name: _for_numpy(output, rows) for name, output in _named(self._model, outputs).items()}
+        named = _named(self._model, outputs).items()
+        return {flat: _for_numpy(each, rows) for name, output in named for flat, each in _flat(name, output)}
 
 
-def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+def _named(model: keras.Model, outputs: Any) -> dict[str, Any]:
     if isinstance(outputs, Mapping):
         return {str(name): output for name, output in outputs.items()}
     if not isinstance(outputs, list | tuple):
@@ -304,6 +311,20 @@ def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
     if len(set(names)) != len(outputs):
         names = [f"output_{number}" for number in range(len(outputs))]
     return dict(zip(names, outputs, strict=True))
+
+
+def _flat(name: str, output: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of an output by name: itself, or what a dict or a list holds. Raises UserError for others."""
+    if isinstance(output, Mapping):
+        for key, each in output.items():
+            yield from _flat(f"{name}.{key}", each)
+    elif isinstance(output, list | tuple):
+        for number, each in enumerate(output):
+            yield from _flat(f"{name}[{number}]", each)
+    elif not tf.is_tensor(output):
+        raise UserError(f"predict: expected output {name} to be a tensor; it is {type(output).__name__}.")
+    else:
+        yield name, output
 
 
 def _for_numpy(output: Any, rows: int) -> tf.Tensor:

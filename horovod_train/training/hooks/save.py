@@ -120,6 +120,7 @@ def _facts(run: Run, held: Mapping[str, str]) -> Facts:
         data=parts.train.fingerprint,
         data_files=parts.train.files,
         class_names=dict(parts.train.class_names),
+        scaled_dtypes=dict(parts.train.scaled_dtypes),
         callbacks=parts.callbacks.state(),
         built_rates=state.built_rates,
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,

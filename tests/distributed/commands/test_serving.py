@@ -15,6 +15,9 @@ import tensorflow as tf
 from conftest import Finished, metrics_of, run_process, split_records, summary_of, train
 from made_digits import images_of
 
+from horovod_train.data.subsets import parts_of_records
+from horovod_train.errors import UserError
+from horovod_train.inference.run import _flat
 from horovod_train.tfrecord_framing import frame
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -29,6 +32,17 @@ optimizer: adam
 lr_schedule: {{base_lr: 0.01}}
 train: {{epochs: 3, ema_decay: 0.8, l2: 0.01}}
 checkpoint: {{keep: 9, best: {{metric: accuracy, mode: max}}}}
+log: {{tensorboard: false}}
+"""
+
+OF_A_TABLE = """
+data:
+  {{train: "{table}", eval: "{table}", fold: 1/5, global_batch_size: 8,
+    targets: [kind], features: {{size: {{scale: 0.02}}, kind: {{classes: 3}}}}}}
+model: user_models:of_zones
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+optimizer: adam
+train: {{epochs: 1}}
 log: {{tensorboard: false}}
 """
 
@@ -115,6 +129,41 @@ def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None
     first = evaluate(tmp_path / "first.json", words)
     assert first["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3)
     assert abs(first["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
+
+
+def test_a_table_is_read_as_the_one_that_trained_and_its_records_have_their_numbers_in_the_file(tmp_path: Path) -> None:
+    """Of the new table all texts read as numbers, and the numbers are scaled already, which is said."""
+    for name, zones, sizes in (("old", ["1", "2", "3b"], range(60)), ("new", ["1", "2"], np.linspace(0, 1, 6))):
+        lines = [f"{zones[row % len(zones)]},{size},{row % 3}" for row, size in enumerate(sizes)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["zone,size,kind", *lines]))
+    (tmp_path / "config.yaml").write_text(OF_A_TABLE.format(table=tmp_path / "old.csv"))
+    done(train(["--config", tmp_path / "config.yaml", "--output-dir", tmp_path / "run"]))
+
+    def predict(*words: Any) -> tuple[np.ndarray, np.ndarray, str]:
+        finished = done(train(["predict", tmp_path / "run", *words, "--out", tmp_path / "out.npz"]))
+        with np.load(tmp_path / "out.npz") as found:
+            return found["record"], found["output"], finished.text
+
+    held_out, outputs, said = predict()
+    assert held_out.tolist() == np.flatnonzero(parts_of_records(60, 5) == 0).tolist()
+    assert "in the training records" not in said
+    record, whole, _ = predict("--data", tmp_path / "old.csv")
+    assert record.tolist() == list(range(60))
+    assert np.allclose(outputs, whole[held_out], atol=1e-6)
+    record, _, said = predict("--checkpoint", "6", "--data", tmp_path / "new.csv")
+    assert record.tolist() == list(range(6))
+    assert "data.eval: size is float32, and int64 in the training records; its scale and offset are the same" in said
+
+
+def test_outputs_in_outputs_are_named_by_their_places() -> None:
+    flat = dict(_flat("state", {"main": tf.constant(1), "more": [tf.constant(2), (tf.constant(3),)]}))
+    assert {name: int(value) for name, value in flat.items()} == {
+        "state.main": 1,
+        "state.more[0]": 2,
+        "state.more[1][0]": 3,
+    }
+    with pytest.raises(UserError, match=r"expected output state\[1\] to be a tensor; it is NoneType"):
+        dict(_flat("state", [tf.constant(1), None]))
 
 
 @pytest.mark.parametrize(

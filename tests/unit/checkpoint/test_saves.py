@@ -155,7 +155,7 @@ def run_of(store: Store) -> Any:
             eval=None,
             evaluated=tf.Variable(-1),
             freezing=SimpleNamespace(trained=()),
-            train=SimpleNamespace(fingerprint="", files="", class_names={}, steps_per_epoch=1),
+            train=SimpleNamespace(fingerprint="", files="", class_names={}, scaled_dtypes={}, steps_per_epoch=1),
             train_step=SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)),
             eval_step=None,
             users_hooks=(),

@@ -15,7 +15,7 @@ from made_records import batches, example, write_file
 from made_stores import WRITERS
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import open_records, with_inputs_of
+from horovod_train.data.dataset import open_records, with_roles_of
 from horovod_train.data.pipeline import Ranks, build_pipeline
 from horovod_train.errors import UserError
 
@@ -100,5 +100,5 @@ def test_records_with_a_column_more_than_those_of_training_give_the_same_inputs(
     trained_on = DataConfig(train=(str(write_csv(tmp_path, ARRAYS)),), targets=("y",), weight="w")
     (tmp_path / "more").mkdir()
     more = write_csv(tmp_path / "more", {**ARRAYS, "note": ARRAYS["a"]})
-    data = with_inputs_of(trained_on, open_records(trained_on, "train").schema)
+    data = with_roles_of(trained_on, open_records(trained_on, "train"))
     assert open_records(dataclasses.replace(data, eval=(str(more),)), "eval").schema.inputs == ("a", "b")

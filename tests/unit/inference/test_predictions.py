@@ -66,6 +66,30 @@ def test_records_left_out_are_not_made_up(tmp_path: Path, suffix: str) -> None:
     assert found.tolist() == [0, 3]
 
 
+@pytest.mark.parametrize("suffix", ["npz", "csv"])
+def test_records_of_a_part_have_their_numbers_in_the_files(tmp_path: Path, suffix: str) -> None:
+    path, names = tmp_path / f"out.{suffix}", RecordNames(numbers=np.array([2, 6, 13]))
+    with closing(open_predictions(str(path), SPECS, 3, names, is_root=True)) as file:
+        for number in (2, 0):  # one is bad, and left out
+            file.put(np.array([number]), rows(np.array([number])))
+        finish(file)
+    found = np.load(path)["record"] if suffix == "npz" else np.loadtxt(path, delimiter=",", skiprows=1)[:, 0]
+    assert found.tolist() == [2, 13]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    with closing(open_predictions(str(tmp_path / "out.npz"), SPECS, 5, is_root=True)):
+        (under_way,) = tmp_path.iterdir()
+        left = tmp_path / ".out.npz.0123abcd.partial"
+        of_others = [tmp_path / ".more.npz.0123abcd.partial", tmp_path / ".out.npz.3210abcd.partial"]
+        for folder in (left, *of_others):
+            folder.mkdir()
+            (folder / "0.npy").touch()
+        (of_others[1] / "notes.txt").touch()
+        write(tmp_path / "out.npz", [[4, 2, 0, 3, 1]], 5)
+        assert set(tmp_path.iterdir()) == {under_way, *of_others, tmp_path / "out.npz"}
+
+
 def test_a_record_left_out_does_not_bring_all_outputs_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
