@@ -314,6 +314,14 @@ class BatchSource(ABC):
         """The records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
         return set()
 
+    def check_used(self, skipped: int, setting: str) -> None:
+        """Raise UserError if all records were skipped, of which nothing can be learned. skipped: by all ranks."""
+        if skipped and skipped >= self.num_records:
+            raise UserError(
+                f"{setting}: none of its {self.num_records} records can be used, and data.on_bad_record: skip leaves "
+                "out all of them; check-data names what is wrong with them."
+            )
+
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):

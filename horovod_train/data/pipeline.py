@@ -10,12 +10,13 @@ Does not decide where an epoch starts; see training.run. Does not know how recor
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,11 +39,14 @@ from horovod_train.data.batch_source import (
 )
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, scaled_dtypes
 from horovod_train.data.parsing import build_parser, zero_rows
-from horovod_train.data.reader import Reader, parse_usable
+from horovod_train.data.reader import Reader, lengths_of, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
+from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, mark_skipped
 from horovod_train.data.transforms import Transforms, apply_preprocess, image_problem, load_preprocess
 from horovod_train.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
 _NOT_AN_IMAGE = "records that are no images: "
@@ -80,7 +84,7 @@ class Pipeline(BatchSource):
         lists = plan.buckets.names if plan.buckets else ()
         self._lists = tuple(name for name in lists if name in used)
         self._widths = [lists.index(name) for name in self._lists]
-        self._loader = Loader(plan, records.source, self._parser, ranks, config)
+        self._loader = Loader(plan, records.source, self._parser, ranks, config, records.schema.features)
         self._preprocess = load_preprocess(config.preprocess)
         # Traced once, not for every pass.
         self._transform = tf.function(self._make_batch, autograph=False)
@@ -329,8 +333,19 @@ class Unparsed(NamedTuple):
 class Loader:
     """Loads one rank's chunks. One thread reads them in order; any number of threads parse."""
 
-    def __init__(self, plan: Plan, source: RecordSource, parser: Parser, ranks: Ranks, config: DataConfig) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        source: RecordSource,
+        parser: Parser,
+        ranks: Ranks,
+        config: DataConfig,
+        features: Mapping[str, Feature],
+    ) -> None:
+        """features: of the records, for the lengths of their lists."""
         self._plan, self._blocks, self._parser, self._ranks = plan, source.blocks, parser, ranks
+        self._lists = [(name, features[name]) for name in (plan.buckets.names if plan.buckets else ())]
+        self._has_said = False
         self._skip_bad = config.on_bad_record == "skip"
         self._reader = Reader(source, config.read_threads)
         uses_cache = config.cache == "memory"
@@ -364,10 +379,25 @@ class Loader:
         records, real = (values.ravel() for values in reads.rows)
         arrays, bad = self._parse(records, data, faults)
         self.skipped.update(records[real & bad].tolist())
+        self._check_lengths(arrays, reads, records, real & ~bad)
         _, first, last = reads.steps
         count = np.array([self._plan.count(step) for step in range(first, last)], np.int64)
         ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
         return Chunk(arrays, records, ids, count, reads.widths)
+
+    def _check_lengths(self, arrays: Arrays, reads: _ChunkReads, records: np.ndarray, used: np.ndarray) -> None:
+        """Raise UserError for a list that is longer than when the lengths were measured: it would be cut off."""
+        for column, (name, feature) in enumerate(self._lists):
+            if name not in arrays:
+                continue
+            widths = np.repeat(reads.widths[:, column], len(records) // len(reads.widths))
+            longer = np.flatnonzero(used & (lengths_of(feature, np.asarray(arrays[name])) > widths))
+            if len(longer):
+                problem = f"its {name} is longer than when the lengths of lists were measured"
+                raise UserError(
+                    f"{self.name_record(int(records[longer[0]]), problem)} Remove lengths-*.npy from data.index_dir, "
+                    "or from ~/.cache/horovod_train/index."
+                )
 
     def stored(self, record: int) -> Arrays:
         """Return the stored values of one record, each with one row."""
@@ -398,6 +428,9 @@ class Loader:
         arrays, unusable = parse_usable(self._parser, records, data, faults, self.name_record)
         if unusable and not self._skip_bad:
             raise self.error(next(iter(unusable.values())))
+        if unusable and not self._has_said:
+            self._has_said = True
+            log.warning(f"data.on_bad_record: left out, as all such records will be: {next(iter(unusable.values()))}")
         bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
         if self._cache:
             self._cache.save(records[~bad], arrays)

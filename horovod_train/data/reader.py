@@ -214,11 +214,11 @@ def _measure_lengths(source: RecordSource, lists: dict[str, Feature], config: Da
         usable = records[~np.isin(records, list(bad))]
         for column, (name, feature) in enumerate(lists.items()):
             if len(usable):
-                lengths[usable, column] = _lengths_of(feature, np.asarray(arrays[name]))
+                lengths[usable, column] = lengths_of(feature, np.asarray(arrays[name]))
     return lengths
 
 
-def _lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
+def lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
     """Return the lengths of lists [records, max_length, …], without the padding at their ends: int64 [records]."""
     padding = b"" if feature.stored_dtype == "string" else np.asarray(feature.padding, values.dtype)
     is_item = (values != padding).reshape(*values.shape[:2], -1).any(axis=2)

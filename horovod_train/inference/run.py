@@ -97,6 +97,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         values = step.metrics.result(group)
         about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}
         if skipped := len(group.union(pipeline.skipped)):
+            pipeline.check_used(skipped, "data.eval")
             about["skipped_records"] = skipped
         is_root = group.is_root
     return {**values, **about, "weights": trained.weights, "checkpoint": trained.checkpoint} if is_root else None

@@ -112,9 +112,11 @@ def list_images(folder: str) -> ImageList:
         classes = class_names(folder)
         for name in classes:
             for entry in sorted(os.scandir(os.path.join(folder, name)), key=lambda entry: entry.name):
+                if entry.name.startswith("."):  # as macOS writes beside files on disks of others: ._1.jpg
+                    continue
                 if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
                     images.append(Path(entry.path))
-                elif not entry.name.startswith("."):
+                else:
                     others.append(os.path.join(name, entry.name))
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     if not images:

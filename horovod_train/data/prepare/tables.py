@@ -178,6 +178,8 @@ def load_table(
     storage: Storage = DEFAULT,
     class_names: Mapping[str, Sequence[str]] | None = None,
     texts: Set[str] = frozenset(),
+    *,
+    may_be_empty: bool = False,
 ) -> Arrays:
     """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
 
@@ -186,6 +188,7 @@ def load_table(
 
     class_names: names of classes, by column. A column stays text if one of its names reads as a number, or as true or
     false: else the same label would be a name in one file and a number in the next. texts: columns that stay text.
+    may_be_empty: whether a header may stand alone.
     """
     with reading(path):
         content = storage.read_all(path)
@@ -196,6 +199,8 @@ def load_table(
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: is not a csv file: {error}.") from error
+    if len(lines) == 1 and may_be_empty:
+        return {name: np.empty(0, object) for name in lines[0][1]}
     if len(lines) < 2:
         raise UserError(f"{path}: expected a header and at least one record; it has {len(lines)} lines.")
     names = lines[0][1]

@@ -238,14 +238,14 @@ def _to_array(column: Any) -> np.ndarray:
         long = {arrow.string(): arrow.large_string(), arrow.binary(): arrow.large_binary()}  # see to_arrays
         values = column.dictionary.cast(long.get(kind.value_type, kind.value_type))
         return _to_array(arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode())
-    if _is_file(kind):
-        return _to_array(column.field("bytes"))
-    if _is_tensor(kind):
-        return column.to_numpy_ndarray() if hasattr(column, "to_numpy_ndarray") else column.to_numpy()
     if column.null_count:
         values = objects([None] * len(column))
         values[column.is_valid().to_numpy(zero_copy_only=False)] = objects(list(_to_array(column.drop_null())))
         return values
+    if _is_file(kind):
+        return _to_array(column.field("bytes"))
+    if _is_tensor(kind):
+        return column.to_numpy_ndarray() if hasattr(column, "to_numpy_ndarray") else column.to_numpy()
     lacks = _rows_with_nulls(column)
     if lacks.any():  # only these records are bad, not those that are read with them
         values = objects([None] * len(column))

@@ -19,14 +19,14 @@ class CSVTable(FileStore):
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is no table, and for a line whose image does not exist."""
-        table = load_table(path, request.storage, request.class_names, request.texts)
+        table = load_table(path, request.storage, request.class_names, request.texts, may_be_empty=True)
         self._columns = {name: table[name] for name in request.choose(list(table), path)}
         self._images = [name for name in self._columns if name in request.images]
         if self._images:
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
             column = self._columns[name]
-            if column.dtype != object:
+            if column.dtype != object and len(column):
                 raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
             paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
             for record, file in enumerate(paths):
@@ -36,7 +36,7 @@ class CSVTable(FileStore):
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
         records = len(next(iter(table.values())))
-        if self._images:
+        if self._images and records:
             self.blocks = single_blocks(records, self.size / records)
         else:
             self.blocks = even_blocks(records, self.size)

@@ -88,7 +88,11 @@ def refuse_one_array(path: str, request: Request) -> NumpyArrays:
 
 
 def is_numpy_folder(path: str, storage: Storage) -> bool:
-    return any(name.endswith(".npy") for name in storage.names(path))
+    return any(map(_is_array, storage.names(path)))
+
+
+def _is_array(name: str) -> bool:
+    return name.endswith(".npy") and not name.startswith(".")
 
 
 def _row_bytes(array: _Rows | np.ndarray) -> int:
@@ -96,7 +100,7 @@ def _row_bytes(array: _Rows | np.ndarray) -> int:
 
 
 def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
-    names = [name.removesuffix(".npy") for name in request.storage.names(path) if name.endswith(".npy")]
+    names = [name.removesuffix(".npy") for name in filter(_is_array, request.storage.names(path))]
     files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(names, path)}
     for file in files.values():
         check_regular(file)

@@ -328,9 +328,7 @@ def _convert_alike(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         found = [numbers.get(text.strip()) for text in texts.ravel()]
         fits = texts.shape[1:] == feature.shape and None not in found
         return np.array(found, np.int64).reshape(texts.shape) if fits else None
-    if values.shape[1:] != feature.shape or not _fits_dtype(values.dtype, feature.stored_dtype):
-        return None
-    return values.astype(feature.stored_dtype, copy=False)
+    return _as_dtype(values, feature.stored_dtype) if values.shape[1:] == feature.shape else None
 
 
 def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
@@ -350,7 +348,7 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
 
 
 def _items(feature: Feature, values: np.ndarray) -> np.ndarray | None:
-    """Return one list as the schema has it; None if it does not fit. Integers may stand for floats."""
+    """Return one list as the schema has it; None if it does not fit."""
     stored = feature.stored_dtype
     if not len(values):
         return np.zeros((0, *feature.shape), object if stored == "string" else stored)
@@ -358,8 +356,7 @@ def _items(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         return None
     if stored == "string":
         return _as_bytes(values)
-    fits = _fits_dtype(values.dtype, stored) or (values.dtype.kind in "iu" and np.dtype(stored).kind == "f")
-    return values.astype(stored, copy=False) if fits else None
+    return _as_dtype(values, stored)
 
 
 def _join(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -395,11 +392,22 @@ def _as_bytes(values: np.ndarray) -> np.ndarray | None:
     return objects(flat).reshape(values.shape) if all(isinstance(value, bytes) for value in flat) else None
 
 
-def _fits_dtype(dtype: np.dtype, stored: str) -> bool:
-    """Return whether the conversion keeps every value; also True between floats, where it rounds."""
-    return dtype.kind != "O" and (
-        np.can_cast(dtype, stored, "safe") or (dtype.kind, np.dtype(stored).kind) == ("f", "f")
-    )
+def _as_dtype(values: np.ndarray, stored: str) -> np.ndarray | None:
+    """Return numbers in another dtype; None if one would have another value, but for floats that are rounded.
+
+    Whole numbers stand for floats: of a column of floats one file may hold no others.
+    """
+    if np.can_cast(values.dtype, stored, "safe"):
+        return values.astype(stored, copy=False) if values.dtype.kind != "O" else None
+    kinds = values.dtype.kind, np.dtype(stored).kind
+    if kinds not in (("f", "f"), ("i", "f"), ("u", "f")):
+        return None
+    with np.errstate(over="raise"):
+        try:
+            array = values.astype(stored)
+        except FloatingPointError:
+            return None
+    return array if kinds[0] == "f" or np.array_equal(array.astype(np.float64), values.astype(np.float64)) else None
 
 
 def _expected_form(feature: Feature) -> str:

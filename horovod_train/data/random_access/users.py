@@ -100,15 +100,18 @@ class UsersStore:
         return max(sizes)
 
     def _read_singly(self, first: int, last: int) -> Arrays:
-        rows = [self._check_features(self._records[record]) for record in range(first, last)]
+        rows = [self._read_one(record) for record in range(first, last)]
         if any(row.keys() != rows[0].keys() for row in rows):
             raise ValueError("records have other features than their neighbours")  # they are then read one by one
         return {name: stack([row[name] for row in rows]) for name in rows[0]}
 
+    def _read_one(self, record: int) -> dict[str, Any]:
+        return {name: _own(value) for name, value in self._check_features(self._records[record]).items()}
+
     def _read_many(self, first: int, last: int) -> Arrays:
         features = self._check_features(self._records.read(np.arange(first, last)))
         arrays = {
-            name: values if isinstance(values, np.ndarray) and values.ndim else stack(list(values))
+            name: _own(values) if isinstance(values, np.ndarray) and values.ndim else stack(list(map(_own, values)))
             for name, values in features.items()
         }
         for name, array in arrays.items():
@@ -187,3 +190,10 @@ def _content(values: np.ndarray) -> bytes:
         return values.tobytes()
     encoded = (value if isinstance(value, bytes) else repr(np.asarray(value).tolist()).encode() for value in values)
     return b"\0".join(encoded)
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a record's feature: a class may use its arrays again. Raises ValueError for masked values."""
+    if np.ma.is_masked(value):
+        raise ValueError("it has masked values, which are no numbers")
+    return value if isinstance(value, bytes | str) else np.array(value)

@@ -54,6 +54,10 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         if may_change:
             parts.callbacks.restore(before, step)
         return interrupted
+    skipped = run.group.union(parts.eval.skipped)
+    parts.eval.check_used(len(skipped), "data.eval")
+    if skipped:
+        values["skipped_records"] = len(skipped)
     parts.evaluated.assign(step)
     run.output.append_metrics("eval", step, int(state.epoch), values)
     tell(run, step, "on_test_end", logs=values)

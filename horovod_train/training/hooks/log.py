@@ -47,6 +47,7 @@ class LogTraining:
         if skipped := int(run.parts.train_step.skipped):
             values["skipped_updates"] = skipped
         self._skipped |= run.group.union(run.parts.train.skipped - self._skipped)
+        run.parts.train.check_used(len(self._skipped), "data.train")
         if self._skipped:
             values["skipped_records"] = len(self._skipped)
         values |= run.clock.take_blocked()

@@ -26,11 +26,11 @@ train: {{epochs: 1}}
 """
 
 
-def error_of(folder: Path, np: int = 1) -> str:
+def error_of(folder: Path, np: int = 1, *overrides: str) -> str:
     """The one line that a run on the data in a folder ends with, after it has trained."""
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(data=folder))
-    words = ["--config", config, "--output-dir", folder / "run"]
+    words = ["--config", config, "--output-dir", folder / "run", *overrides]
     finished = train(words, launcher="none" if np == 1 else "mpirun", np=np)
     assert finished.returncode == 2, finished.text
     assert "Traceback" not in finished.stderr
@@ -47,6 +47,22 @@ def test_a_bad_record_is_named(digits: Path, tmp_path: Path, np: int) -> None:
     data[first + 30] ^= 0x10
     victim.write_bytes(data)
     assert f"eval/{victim.name}: record 1 at byte {first}: its data does not match" in error_of(tmp_path, np)
+
+
+@pytest.mark.parametrize(("split", "np"), [("eval", 2), pytest.param("train", 1, marks=pytest.mark.long)])
+def test_a_split_of_which_nothing_can_be_used_is_no_success(digits: Path, tmp_path: Path, split: str, np: int) -> None:
+    """Its loss would be 0, which is the best that there is."""
+    shutil.copytree(digits, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / split).glob("*.tfrecord"):
+        data = bytearray(path.read_bytes())
+        first = 0
+        for record in split_records(bytes(data)):
+            data[first + 30] ^= 0x10
+            first += len(record)
+        path.write_bytes(data)
+    line = error_of(tmp_path, np, "data.on_bad_record=skip", "checkpoint.best={metric: loss, mode: min}")
+    assert f"data.{split}: none of its {360 if split == 'eval' else 1437} records can be used" in line
+    assert not (tmp_path / "run" / "checkpoints" / "best").exists()
 
 
 @pytest.mark.long

@@ -49,6 +49,14 @@ def test_images_of_other_kinds_are_counted_and_some_are_named(photos: Path) -> N
     assert (report.notes, report.bad, report.records) == ([note], [], 6)
 
 
+def test_hidden_files_are_no_records(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "._0.png").write_bytes(b"\0\5\x16\7 of macOS")
+    assert open_records(config(photos, features=IMAGE), "train").num_records == 6
+    arrays = Path(write_npy(tmp_path, ARRAYS))
+    (arrays / "._x.npy").write_bytes(b"\0\5\x16\7 of macOS")
+    assert open_records(config(arrays, targets=("y",)), "train").schema.inputs == ("x",)
+
+
 def test_a_folder_of_images_that_are_not_read_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "0.tif").touch()

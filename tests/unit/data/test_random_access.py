@@ -34,7 +34,7 @@ from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline
-from horovod_train.data.random_access.arrow import HuggingFaceFolder, ParquetFile
+from horovod_train.data.random_access.arrow import HuggingFaceFolder, ParquetFile, to_arrays
 from horovod_train.data.random_access.store import ArraysParser, FileStamps, Request
 from horovod_train.data.schema import parse_feature
 from horovod_train.errors import UserError
@@ -430,6 +430,30 @@ def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:
     ):
         read(pipeline(data))
     assert sorted(ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip"))))) == [0, 2]
+
+
+def tensors_of(kind: str) -> pa.Array:
+    if kind == "file":
+        rows = [{"bytes": b"a"}, {"bytes": b"b"}, {"bytes": b"c"}]
+        fields = pa.array(rows, pa.struct([("bytes", pa.binary())]))
+        return pa.StructArray.from_arrays([fields.field("bytes")], ["bytes"], mask=pa.array([False, True, False]))
+    if kind == "arrow":
+        storage = pa.array([[1.0, 2.0], None, [5.0, 6.0]], pa.list_(pa.float32(), 2))
+        return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float32(), [2]), storage)
+    features = pytest.importorskip("datasets").Features({"x": datasets_array(kind)})
+    storage = pa.array([[[1, 2]], None, [[5, 6]]], features.arrow_schema.field("x").type.storage_type)
+    return pa.ExtensionArray.from_storage(features.arrow_schema.field("x").type, storage)
+
+
+def datasets_array(dtype: str) -> Any:
+    return pytest.importorskip("datasets").Array2D((1, 2), dtype)
+
+
+@pytest.mark.parametrize("kind", ["file", "arrow", "float32", "int32"])
+def test_a_null_among_tensors_and_files_is_that_record(kind: str) -> None:
+    (values,) = to_arrays(pa.table({"x": tensors_of(kind)})).values()
+    assert [value is None for value in values] == [False, True, False]
+    assert kind == "file" or np.asarray(values[2]).ravel().tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "float32"])

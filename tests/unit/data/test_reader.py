@@ -50,7 +50,7 @@ def loader(folder: Path, others: threading.Barrier | None = None, **values: Any)
     watched = Watched(records.source, others)
     records = dataclasses.replace(records, source=watched)
     plan = build_plan(records, data, seed=1, training=True, global_batch_size=20)
-    made = Loader(plan, watched, watched.parser(records.schema.features), Ranks(0, 1), data)
+    made = Loader(plan, watched, watched.parser(records.schema.features), Ranks(0, 1), data, {})
     return made, watched
 
 

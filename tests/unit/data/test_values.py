@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from made_records import config, make_images, pipeline
+from made_records import batches, config, make_images, pipeline
 from made_stores import WRITERS
 
 from horovod_train.commands.check_data import check_records
 from horovod_train.data.dataset import open_records, other_kinds, scaled_dtypes
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.random_access.arrow import to_arrays
+from horovod_train.data.random_access.store import _as_dtype
 from horovod_train.errors import UserError
 
 ROWS = 9
@@ -159,6 +160,35 @@ def test_a_scale_for_integers_in_one_split_and_floats_in_the_other_is_said(tmp_p
             other_kinds(open_records(data, "eval"), scaled_dtypes(open_records(data, "train").schema), "data.train")
         )
         assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_whole_numbers_of_one_file_are_floats_beside_those_of_another(skips: bool, tmp_path: Path) -> None:
+    for name, cells in (("a", ["1.5", "2.5"]), ("b", ["1", "2"]), ("c", [])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["x,y", *(f"{cell},0" for cell in cells)]) + "\n")
+    data = config(tmp_path, targets=("y",), shuffle=False, on_bad_record="skip" if skips else "error")
+    data = dataclasses.replace(data, train=tuple(str(tmp_path / f"{name}.csv") for name in "cab"))
+    (batch,) = batches(pipeline(data, batch=4))
+    assert np.asarray(batch.inputs).tolist() == [1.5, 2.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "stored", "fits"),
+    [
+        (np.array([2**24]), "float32", True),
+        (np.array([2**24 + 1]), "float32", False),
+        (np.array([1e6], np.float32), "float16", False),
+        (np.array([np.inf, 0.1]), "float32", True),
+        (np.array([1.0]), "int64", False),
+        (np.array([1], np.uint8), "int64", True),
+    ],
+)
+def test_numbers_keep_their_values_in_another_dtype_or_do_not_fit(values: np.ndarray, stored: str, fits: bool) -> None:
+    array = _as_dtype(values, stored)
+    assert (array is not None) == fits
+    if array is not None:
+        assert array.dtype == stored
+        assert np.allclose(array.astype(np.float64), values, rtol=1e-6)
 
 
 def test_an_empty_chunk_of_lists_holds_no_value() -> None:
