@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
+from horovod_train.data.files import check_named_once, fits, has_records, list_files, record_folders
 from horovod_train.data.random_access import FILES, FOLDERS
 from horovod_train.data.random_access.array_record import open_array_records
 from horovod_train.data.random_access.images import UnlabelledImages, are_images
@@ -191,7 +191,9 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
     else:
-        schema = find_schema(files, config, setting, storage)
+        other = next((name for name in map(os.path.basename, files) if not fits(name, kind)), None)
+        kinds = f"{other} is read as TFRecords, because its name fits none of {', '.join(FILES)}." if other else ""
+        schema = find_schema(files, config, setting, storage, kinds)
         check_weight(config.weight, schema)
     if not needs_labels:
         schema = dataclasses.replace(schema, targets=())

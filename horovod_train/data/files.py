@@ -110,14 +110,14 @@ def is_no_record(name: str) -> bool:
 def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
     """Return what is in a folder of records beside them: files of other names, and folders with records."""
     if not is_remote(folder):
-        others = [name for name in loose_files(folder) if not fnmatch.fnmatchcase(name, pattern)]
+        others = [name for name in loose_files(folder) if not fits(name, pattern)]
         subfolders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         for name in subfolders:
             with contextlib.suppress(OSError):  # it is not read: there may be no right to, as in lost+found
                 others += [f"{name}/"] * bool(_record_files(os.path.join(folder, name), pattern, storage))
         return others
     # Whether a name is that of a folder would take a request for each; those of files have a suffix.
-    names = [name for name in storage.names(folder) if "." in name and not fnmatch.fnmatchcase(name, pattern)]
+    names = [name for name in storage.names(folder) if "." in name and not fits(name, pattern)]
     return [name for name in names if not is_no_record(name)]
 
 
@@ -166,12 +166,17 @@ def has_records(folder: str, patterns: Collection[str], storage: Storage = DEFAU
 def _fits(path: str, is_folder: bool, pattern: str, storage: Storage) -> bool:
     if is_folder:
         return bool(_record_files(path, pattern, storage))
-    return fnmatch.fnmatchcase(os.path.basename(path), pattern)
+    return fits(os.path.basename(path), pattern)
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Return whether the name of a file is one of a kind; also in capitals, as Windows has written some."""
+    return fnmatch.fnmatchcase(name.lower(), pattern)
 
 
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    names = fnmatch.filter(storage.names(folder), pattern)
-    return [os.path.join(folder, name) for name in names if not name.startswith(".")]  # as glob does
+    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob does
+    return [os.path.join(folder, name) for name in names]
 
 
 def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> list[str]:

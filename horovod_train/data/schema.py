@@ -62,10 +62,13 @@ class ExpectedCount(NamedTuple):
     where: str
 
 
-def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage: Storage = DEFAULT) -> Schema:
+def find_schema(
+    files: Sequence[str], config: DataConfig, setting: str, storage: Storage = DEFAULT, advice: str = ""
+) -> Schema:
     """Return the schema of these files: data.features if the config has them, else the dataset.json next to the files.
 
-    data.inputs and data.targets, if set, replace the file's. setting: names the files in messages. Raises UserError.
+    data.inputs and data.targets, if set, replace the file's. setting: names the files in messages. advice: for the
+    error of files that nothing describes. Raises UserError.
     """
     features, inputs, targets = config.features, config.inputs, config.targets
     if features and not inputs:
@@ -78,6 +81,7 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
             raise UserError(
                 f"{setting}: {folder or '.'} has no {DATASET_NAME}, in it or above it, and there is no data.features; "
                 'one of them must say what a record holds, like data.features="{label: {type: int64}}".'
+                f"{advice and ' '}{advice}"
             )
     schemas = {path: load_schema(path, storage) for path in sorted({path for path in json_paths.values() if path})}
     first, *further = schemas.values()

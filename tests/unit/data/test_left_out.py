@@ -57,6 +57,15 @@ def test_hidden_files_are_no_records(photos: Path, tmp_path: Path) -> None:
     assert open_records(config(arrays, targets=("y",)), "train").schema.inputs == ("x",)
 
 
+def test_the_name_of_a_file_says_its_kind_in_capitals_too(tmp_path: Path) -> None:
+    (tmp_path / "A.CSV").write_text("x,y\n1,2\n")
+    for path in (tmp_path, tmp_path / "A.CSV"):
+        assert open_records(config(path, targets=("y",)), "train").schema.inputs == ("x",)
+    (tmp_path / "a.tsv").write_text("x\ty\n1\t2\n")
+    with pytest.raises(UserError, match=r"a\.tsv is read as TFRecords, because its name fits none of .*\*\.csv\.$"):
+        open_records(config(tmp_path / "a.tsv"), "train")
+
+
 def test_a_folder_of_images_that_are_not_read_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "0.tif").touch()
