@@ -68,6 +68,25 @@ def of_zones() -> keras.Model:
     return keras.Model({"zone": zone, "size": size}, layers.Dense(3, name="logits")(x))
 
 
+@keras.saving.register_keras_serializable("user_models")
+class Undeclared(keras.Model):
+    """`tokens`, whole numbers, and `price`, a number → 3 logits. Declares no inputs; no float32 holds its tokens."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.embedding, self.dense = layers.Embedding(7, 4), layers.Dense(3)
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        tokens = layers.Flatten()(self.embedding(inputs["tokens"] % 7))
+        return self.dense(keras.ops.concatenate([tokens, inputs["price"]], axis=1))
+
+
+def undeclared() -> keras.Model:
+    model = Undeclared()
+    model({"tokens": tf.zeros([1, 2], tf.int64), "price": tf.zeros([1, 1])})
+    return model
+
+
 def vector(hidden: int = 8) -> keras.Model:
     """Six numbers → 3 logits."""
     x = keras.Input((6,))

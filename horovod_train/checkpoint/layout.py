@@ -113,6 +113,8 @@ class Facts:
     """Digest of the evaluation records; "" if there are none, or none is known."""
     contents: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What layers held besides weights when that start began, as training.initial_state.contents says it: digests."""
+    inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the model got of a record, as data.model_inputs packs it; {} of versions that did not keep it."""
 
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""

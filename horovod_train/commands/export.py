@@ -56,14 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     logs.load_tensorflow(on_cpu=True)
     from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.data.dataset import class_names
-    from horovod_train.inference.run import build_bare_model, load_weights, write_model
+    from horovod_train.inference.run import build_bare_model, known_inputs, load_weights, write_model
 
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")
     weights = load_weights(model, saved, arguments.weights)
+    inputs = known_inputs(model, config.data, saved)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:
-        write_model(model, draft, class_names(config.data, saved.facts.class_names))
+        write_model(model, draft, class_names(config.data, saved.facts.class_names), inputs)
         replace(draft, out, artifact)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error

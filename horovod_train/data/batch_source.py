@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.data.model_inputs import ModelInputs
 from horovod_train.data.subsets import DataSet
 from horovod_train.errors import UserError
 
@@ -221,6 +222,8 @@ class BatchSource(ABC):
     batch_size_per_rank: int
     scaled_spec: Batch
     """Specs of what `scaled` returns."""
+    model_inputs: ModelInputs
+    """What the model gets of them, and of what it is made."""
     fingerprint: str
     """Equal for two sources, of any rank and size, if a position in an epoch means the same records."""
     content: str

@@ -38,6 +38,7 @@ from horovod_train.data.batch_source import (
     tensors_by_name,
 )
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, scaled_dtypes
+from horovod_train.data.model_inputs import describe_inputs
 from horovod_train.data.parsing import build_parser, zero_rows
 from horovod_train.data.reader import Reader, lengths_of, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
@@ -107,6 +108,8 @@ class Pipeline(BatchSource):
         self.scaled_spec: Batch = tf.nest.map_structure(
             lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), traced.structured_outputs
         )
+        inputs = self.scaled_spec.inputs
+        self.model_inputs = describe_inputs(inputs, records.schema.inputs, self._features, config.preprocess)
 
     def count(self, step: int) -> int:
         return self._plan.count(step)

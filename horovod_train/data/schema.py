@@ -126,11 +126,7 @@ def load_schema(path: str, storage: Storage = DEFAULT) -> Schema:
 
 def dump_schema(schema: Schema) -> str:
     """Return the text of a dataset.json that `load_schema` can read."""
-    default = {f.name: f.default for f in dataclasses.fields(Feature)}
-    features = {
-        name: {key: value for key, value in dataclasses.asdict(feature).items() if value != default[key]}
-        for name, feature in schema.features.items()
-    }
+    features = {name: settings_of(feature) for name, feature in schema.features.items()}
     content = {"features": features, "inputs": schema.inputs, "targets": schema.targets, "counts": schema.counts}
     return json.dumps(content, indent=2) + "\n"
 
@@ -261,6 +257,12 @@ class Feature:
         if low >= 0 and high < self.classes:
             return None
         return f"expected a value from 0 to {self.classes - 1}; the record holds {low if low < 0 else high}"
+
+
+def settings_of(feature: Feature) -> dict[str, Any]:
+    """Return the settings of a feature that are not their defaults, as dataset.json and data.features hold them."""
+    default = {field.name: field.default for field in dataclasses.fields(Feature)}
+    return {key: value for key, value in dataclasses.asdict(feature).items() if value != default[key]}
 
 
 def parse_feature(value: Any, where: str) -> Feature:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.batch_source import Batch, BatchSource, StepRange, iterate, prefetch_to
+from horovod_train.data.model_inputs import describe_inputs
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import ReadFailed, RunError, UserError, unreadable
@@ -61,6 +62,7 @@ class StreamPipeline(BatchSource):
         records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
         self.steps_per_chunk = max(1, min(records // self.batch_size_per_rank, steps_per_epoch))
         self.scaled_spec = self.element_spec
+        self.model_inputs = describe_inputs(self.scaled_spec.inputs)
 
     def count(self, step: int) -> int:
         rows = self.batch_size_per_rank

@@ -11,11 +11,13 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,7 @@ from horovod_train.checkpoint.tensors import array_names, load
 from horovod_train.config.settings import AUTO, Config, DataConfig
 from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.data.dataset import Records, class_names, other_kinds
+from horovod_train.data.model_inputs import Input, ModelInputs, inputs_in_config, unpack
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import WorkerGroup
@@ -334,22 +337,47 @@ def _for_numpy(output: Any, rows: int) -> tf.Tensor:
     return tf.cast(output, tf.float32) if output.dtype == tf.bfloat16 else tf.identity(output)
 
 
-def write_model(model: keras.Model, path: Path, class_names: Sequence[str] = ()) -> None:
+def known_inputs(model: keras.Model, config: DataConfig, checkpoint: Checkpoint) -> ModelInputs | None:
+    """Return what the run gave the model, of the checkpoint, else of data.features; None if neither says it.
+
+    Raises UserError if the exported form could not take it then: of a model that declares no inputs and gets several by
+    name.
+    """
+    known = unpack(checkpoint.facts.inputs) or inputs_in_config(config)
+    if known is None and _inputs(model) is None and len(config.inputs) > 1 and config.preprocess is None:
+        raise UserError(
+            f"export: {model.name} declares no inputs, and {checkpoint.folder} does not say which dtypes and shapes "
+            f"{listed(config.inputs)} had. Give data.features, with the type and shape of each."
+        )
+    return known
+
+
+def write_model(
+    model: keras.Model, path: Path, class_names: Sequence[str] = (), inputs: ModelInputs | None = None
+) -> Sequence[Input]:
     """Write to `path`, which must not exist: a Keras file if it ends in .keras, else a SavedModel folder.
 
-    class_names: of the outputs, in their order; the file holds them as class_names.json, a list. The file has no
-    optimizer: a compiled model is not compiled any more. Raises UserError if Keras cannot write the
-    model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
+    class_names: of the outputs, in their order; the file holds them as class_names.json, a list. inputs: what the run
+    gave the model, None if it is not known; a SavedModel of a model that declares no inputs takes these. The file
+    has no optimizer: a compiled model is not compiled any more.
+
+    Return what the file takes; nothing for a Keras file of which it is not known. Raises UserError if Keras cannot
+    write the model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
     """
     if model.compiled:
         model.compiled, model.optimizer = False, None
     is_keras = path.suffix == ".keras"
+    specs, taken = _inputs(model), _taken(model)
+    signature = None  # Keras knows that of declared inputs
+    if specs is None and inputs is not None:
+        specs, taken = _specs(inputs), inputs.inputs
+        signature = [specs]
     try:
         if is_keras:
             model.save(path)
             serve = keras.saving.load_model(path, compile=False)
         else:
-            model.export(path, format="tf_saved_model", verbose=False)
+            model.export(path, format="tf_saved_model", verbose=False, input_signature=signature)
             loaded = tf.saved_model.load(str(path))  # keep the reference: it owns the variables that `serve` uses
             serve = loaded.serve
     except (NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
@@ -359,21 +387,41 @@ def write_model(model: keras.Model, path: Path, class_names: Sequence[str] = ())
         raise UserError(f"export: {model.name} cannot be made a {kind}: {text}{hint}") from error
     except tf.errors.OpError as error:  # a SavedModel is written by TensorFlow's own C++
         raise OSError(reason(error)) from error
+    if specs is None and not is_keras:
+        named = loaded.signatures["serving_default"].structured_input_signature[1]
+        taken = [_input(name, spec) for name, spec in named.items()]
+        log.warning(
+            f"export: {model.name} declares no inputs, and the checkpoint does not say what they were. The SavedModel "
+            f"takes what Keras assumes, {listed(map(str, taken))}: do not use it if the records were others."
+        )
     _add_names(path, class_names)
-    inputs = _inputs(model)
-    if inputs is None:
-        return
+    if specs is not None:
+        _check_computes_the_same(model, serve, specs, in_graph=not is_keras)
+    return taken
+
+
+def _check_computes_the_same(model: keras.Model, serve: Callable[[Any], Any], specs: Any, *, in_graph: bool) -> None:
+    """Raise RunError if a loaded file computes something else than the model for generated input."""
     # Half precision rounds otherwise in a graph, and that adds up over the layers: compare graph with graph.
     call = partial(model, training=False)
-    if not is_keras:
-        call = tf.function(call, input_signature=[keras.tree.map_structure(_spec, inputs)], autograph=False)
+    if in_graph:
+        call = tf.function(call, input_signature=[keras.tree.map_structure(_spec, specs)], autograph=False)
     for size in _OPEN_SIZES:
-        sample = keras.tree.map_structure(partial(_sample, open_size=size), inputs)
+        sample = keras.tree.map_structure(partial(_sample, open_size=size), specs)
         try:
-            expected = call(sample)
-        except tf.errors.InvalidArgumentError:
+            expected, again = call(sample), call(sample)
+        except (ValueError, tf.errors.InvalidArgumentError):
             continue  # if it is never suitable, such as for a table lookup, nothing is compared
-        _compare(expected, serve(sample))
+        if _first_difference(expected, again) is not None:
+            return  # it draws random numbers
+        try:
+            computed = serve(sample)
+        except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
+            text = one_line(error)[:300]
+            raise RunError(f"export: the file fails where the model does not: {text}; none of it was kept.") from error
+        different = _first_difference(expected, computed)
+        if different is not None:
+            raise RunError(f"export: output {different} of the file is not that of the model; nothing was kept of it.")
         return
 
 
@@ -397,11 +445,37 @@ def _inputs(model: keras.Model) -> Any:
     return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
 
 
-def _spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
+def _taken(model: keras.Model) -> Sequence[Input]:
+    """Return the inputs that a model declares: those in a dict by their keys, others by their own names."""
+    structure = _inputs(model)
+    if isinstance(structure, Mapping):
+        return [_input(name, tensor) for name, tensor in structure.items()]
+    return [_input(tensor.name, tensor) for tensor in keras.tree.flatten(structure) if tensor is not None]
+
+
+def _input(name: str, tensor: keras.KerasTensor | tf.TensorSpec) -> Input:
+    return Input(name, tf.as_dtype(tensor.dtype).name, tuple(tensor.shape))
+
+
+def _specs(inputs: ModelInputs) -> Any:
+    """Return what a model gets: a tf.TensorSpec, or a dict of them."""
+    specs, taken = dict[str, tf.TensorSpec](), set[str]()
+    for one in inputs.inputs:
+        # TensorFlow takes Python's names of arguments, and refuses two that its own replacements make equal.
+        base = re.sub(r"\W", "_", one.name, flags=re.ASCII) or "inputs"
+        name = base = base if base[0].isalpha() and not iskeyword(base) else f"input_{base}"
+        while name in taken:
+            name = f"{base}_{len(taken)}"
+        taken.add(name)
+        specs[one.name] = tf.TensorSpec(one.shape, one.dtype, name)
+    return specs if inputs.is_dict else specs[inputs.inputs[0].name]
+
+
+def _spec(tensor: keras.KerasTensor | tf.TensorSpec) -> tf.TensorSpec:
     return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
-def _sample(tensor: keras.KerasTensor, open_size: int) -> tf.Tensor:
+def _sample(tensor: keras.KerasTensor | tf.TensorSpec, open_size: int) -> tf.Tensor:
     """Return made-up values for an input, for two records where the model leaves their number open."""
     records, *sizes = tensor.shape
     shape = [records or 2, *(size or open_size for size in sizes)]
@@ -412,13 +486,21 @@ def _sample(tensor: keras.KerasTensor, open_size: int) -> tf.Tensor:
     return tf.cast(values, tensor.dtype)
 
 
-def _compare(expected: Any, computed: Any) -> None:
-    pairs = zip(keras.tree.flatten(expected), keras.tree.flatten(computed), strict=True)
-    for number, pair in enumerate(pairs):
-        model_output, output = (np.asarray(tf.cast(value, tf.float64)) for value in pair)
+def _first_difference(expected: Any, computed: Any) -> int | None:
+    """Return the number of the first output that differs; None if none does."""
+    pairs = zip(_numbers_in(expected), _numbers_in(computed), strict=True)
+    for number, (model_output, output) in enumerate(pairs):
         # The same operations on the same machine: equal, but for sums that a GPU adds in another order.
+        largest = np.abs(model_output[np.isfinite(model_output)]).max(initial=0)
         is_close = model_output.shape == output.shape and np.allclose(
-            model_output, output, rtol=1e-3, atol=1e-3 * np.abs(model_output).max()
+            model_output, output, rtol=1e-3, atol=1e-3 * largest, equal_nan=True
         )
         if not is_close:
-            raise RunError(f"export: output {number} of the file is not that of the model; nothing was kept of it.")
+            return number
+    return None
+
+
+def _numbers_in(outputs: Any) -> list[np.ndarray]:
+    """Return the outputs that are tensors of numbers, as float64."""
+    tensors = [leaf for leaf in keras.tree.flatten(outputs) if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string]
+    return [np.asarray(tf.cast(tensor, tf.float64)) for tensor in tensors]

@@ -126,5 +126,6 @@ def _facts(run: Run, held: Mapping[str, str]) -> Facts:
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,
         eval_data=parts.eval.content if parts.eval else "",
         contents=held,
+        inputs=parts.train.model_inputs.pack(),
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

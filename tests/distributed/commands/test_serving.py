@@ -236,6 +236,41 @@ def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
     assert np.allclose(outputs, predicted, atol=2e-2 * np.abs(predicted).max())
 
 
+SUBCLASSED = """
+data:
+  {{train: {folder}/flats.npz, inputs: [tokens, price], targets: label, global_batch_size: 24, features: {features}}}
+model: user_models:undeclared
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+lr_schedule: {{base_lr: 0.01}}
+train: {{epochs: 1}}
+log: {{tensorboard: false}}
+"""
+
+
+def test_a_subclassed_model_is_exported_with_the_inputs_of_its_run(tmp_path: Path) -> None:
+    """The records are gone by then: the checkpoint knows them."""
+    rng = np.random.default_rng(0)
+    tokens = 2**24 + rng.integers(0, 100, (48, 2))
+    arrays: dict[str, Any] = {"tokens": tokens, "price": rng.normal(size=(48, 1)), "label": tokens[:, 0] % 3}
+    np.savez(tmp_path / "flats.npz", **arrays)
+    features = "{price: {scale: 0.5, cast: float32}}"
+    (tmp_path / "config.yaml").write_text(SUBCLASSED.format(folder=tmp_path, features=features))
+    done(train(["--config", tmp_path / "config.yaml", "--output-dir", tmp_path / "run"]))
+    done(train(["predict", tmp_path / "run", "--data", tmp_path / "flats.npz", "--out", tmp_path / "out.npz"]))
+    (tmp_path / "flats.npz").unlink()
+    done(train(["export", tmp_path / "run", "--out", tmp_path / "model"]))
+    done(train(["export", tmp_path / "run", "--out", tmp_path / "model.keras"]))
+    saved = tf.saved_model.load(str(tmp_path / "model"))
+    found = saved.signatures["serving_default"].structured_input_signature[1]
+    assert {name: (spec.dtype, spec.shape.as_list()) for name, spec in found.items()} == {
+        "price": (tf.float32, [None, 1]),
+        "tokens": (tf.int64, [None, 2]),
+    }
+    outputs = saved.serve({"tokens": tokens, "price": (0.5 * arrays["price"]).astype(np.float32)})
+    with np.load(tmp_path / "out.npz") as predicted:
+        assert np.allclose(outputs, predicted["output"], atol=1e-5)
+
+
 BAD = {
     "no run": (["evaluate", "{here}"], "is no run's directory: it has no config.yaml"),
     "nothing named": (["evaluate"], "expected either the directory of a run or --config; received neither"),

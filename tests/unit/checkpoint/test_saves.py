@@ -23,6 +23,7 @@ from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
 from horovod_train.checkpoint.tensors import read_arrays, write
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit
+from horovod_train.data.model_inputs import ModelInputs
 from horovod_train.distributed.layer_contents import contents
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.output.run_dir import Output, RunOutput
@@ -155,7 +156,14 @@ def run_of(store: Store) -> Any:
             eval=None,
             evaluated=tf.Variable(-1),
             freezing=SimpleNamespace(trained=()),
-            train=SimpleNamespace(fingerprint="", files="", class_names={}, scaled_dtypes={}, steps_per_epoch=1),
+            train=SimpleNamespace(
+                fingerprint="",
+                files="",
+                class_names={},
+                scaled_dtypes={},
+                steps_per_epoch=1,
+                model_inputs=ModelInputs((), is_dict=False),
+            ),
             train_step=SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)),
             eval_step=None,
             users_hooks=(),

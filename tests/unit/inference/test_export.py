@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from horovod_train.checkpoint.layout import Checkpoint, Facts
 from horovod_train.commands.cli import check_out
 from horovod_train.commands.export import KERAS_FILE, SAVED_MODEL
-from horovod_train.config.settings import Spec
+from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.data.model_inputs import Input, ModelInputs
 from horovod_train.errors import RunError, UserError
-from horovod_train.inference.run import write_model
+from horovod_train.inference.run import known_inputs, write_model
 from horovod_train.models import MODELS, build_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -159,3 +161,136 @@ def test_exported_models_are_known_for_what_they_are_and_other_things_stay(tmp_p
     for name, made in {"a": SAVED_MODEL, "b.keras": KERAS_FILE, "models": SAVED_MODEL, "a.keras": SAVED_MODEL}.items():
         with pytest.raises(UserError, match=rf"^--out .*{name}: (holds|is) .*, and stays as it is"):
             check_out("--out", str(tmp_path / name), made)
+
+
+@keras.saving.register_keras_serializable("test_exporting")
+class Undeclared(keras.Model):
+    """A subclassed model without inputs: numbers by the remainder of a token, which float32 would change."""
+
+    gain = 1.0
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.embedding = keras.layers.Embedding(7, 3)
+
+    def call(self, inputs: Any) -> tf.Tensor:
+        if isinstance(inputs, dict):
+            price, inputs = inputs["price (€)"], inputs["tokens"]
+            return self(inputs) * price
+        if inputs.dtype == tf.string:
+            inputs = tf.strings.length(inputs)
+        return self.embedding(inputs % 7) * self.gain
+
+
+TOKENS = Input("tokens", "int64", (None, 4))
+FORMS: dict[str, tuple[ModelInputs, Any, set[tuple[str, str]]]] = {
+    "one": (ModelInputs((TOKENS,), is_dict=False), tf.fill((2, 4), np.int64(2**24 + 1)), {("tokens", "int64")}),
+    "text": (
+        ModelInputs((Input("", "string", (None, 4)),), is_dict=False),
+        tf.fill((2, 4), "four"),
+        {("inputs", "string")},
+    ),
+    "a dict": (
+        ModelInputs((TOKENS, Input("price (€)", "float32", (None, 1, 1))), is_dict=True),
+        {"tokens": tf.fill((2, 4), np.int64(2**24 + 1)), "price (€)": tf.fill((2, 1, 1), 2.5)},
+        {("tokens", "int64"), ("price____", "float32")},
+    ),
+}
+"""What a run gave the model, such inputs, and the signature for them."""
+
+
+def signature(path: Path) -> dict[str, tf.TensorSpec]:
+    return tf.saved_model.load(str(path)).signatures["serving_default"].structured_input_signature[1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_declares_no_inputs_takes_those_of_its_run(tmp_path: Path, form: str) -> None:
+    inputs, values, expected = FORMS[form]
+    model = Undeclared()
+    model(values)
+    for name in ("model", "model.keras"):
+        assert [*write_model(model, tmp_path / name, inputs=inputs)] == [*inputs.inputs]
+    found = signature(tmp_path / "model")
+    assert {(name, spec.dtype.name) for name, spec in found.items()} == expected
+    assert {tuple(spec.shape) for spec in found.values()} == {one.shape for one in inputs.inputs}
+    saved = tf.saved_model.load(str(tmp_path / "model"))
+    outputs = saved.serve(values)
+    assert np.array_equal(outputs, model(values))
+
+
+def test_names_that_no_signature_can_hold_stay_apart(tmp_path: Path) -> None:
+    """Names of columns: TensorFlow makes one of some, and takes no word of Python's and no digit in front."""
+    names = ["a/b", "a b", "a_b", "1", "class", "_", "größe"]
+
+    class Sum(keras.Model):
+        def call(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+            return tf.stack([inputs[name] for name in names], axis=1)
+
+    model, values = Sum(), {name: tf.fill((2,), float(number)) for number, name in enumerate(names)}
+    model(values)
+    inputs = ModelInputs(tuple(Input(name, "float32", (None,)) for name in names), is_dict=True)
+    write_model(model, tmp_path / "model", inputs=inputs)
+    assert len(signature(tmp_path / "model")) == len(names)
+    saved = tf.saved_model.load(str(tmp_path / "model"))
+    outputs = saved.serve(values)
+    assert outputs.numpy().tolist() == [[*map(float, range(len(names)))]] * 2
+
+
+def test_declared_inputs_stay_what_the_model_says(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((4,), name="numbers"), keras.layers.Dense(2)])
+    (taken,) = write_model(model, tmp_path / "model", inputs=ModelInputs((TOKENS,), is_dict=False))
+    assert taken == Input("numbers", "float32", (None, 4))
+    assert {name: spec.dtype for name, spec in signature(tmp_path / "model").items()} == {"numbers": tf.float32}
+
+
+def test_a_model_that_declares_no_inputs_is_compared_too(tmp_path: Path) -> None:
+    model, (inputs, values, _) = Undeclared(), FORMS["one"]
+    model(values)
+    model.gain = 3.0  # which its config does not say
+    with pytest.raises(RunError, match="output 0 of the file is not that of the model"):
+        write_model(model, tmp_path / "model.keras", inputs=inputs)
+    write_model(model, tmp_path / "model", inputs=inputs)
+
+
+def test_a_model_that_draws_has_no_outputs_to_compare(tmp_path: Path) -> None:
+    class Drawing(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(1)
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return x + keras.random.normal(tf.shape(x), seed=self.seeds)
+
+    model = Drawing()
+    model(tf.ones((2, 3)))
+    write_model(model, tmp_path / "model", inputs=ModelInputs((Input("x", "float32", (None, 3)),), is_dict=False))
+    assert (tmp_path / "model" / "saved_model.pb").is_file()
+
+
+def checkpoint_with(inputs: ModelInputs | None) -> Checkpoint:
+    facts = Facts(5, 1, 0, 1, config={}, versions={}, inputs=inputs.pack() if inputs else {})
+    return Checkpoint(Path("step-5"), facts, {})
+
+
+def test_the_checkpoint_says_what_the_run_gave_the_model_then_the_config(tmp_path: Path) -> None:
+    model = Undeclared()
+    features = {"tokens": {"type": "int64", "shape": [4]}, "label": {"type": "int64"}}
+    data = DataConfig(features=features, inputs=("tokens",), targets=("label",))
+    kept = ModelInputs((Input("tokens", "int32", (None, 9)),), is_dict=False)
+    assert known_inputs(model, data, checkpoint_with(kept)) == kept
+    found = known_inputs(model, data, checkpoint_with(None))
+    assert found is not None
+    assert found.inputs == (TOKENS,)
+
+
+def test_unknown_inputs_are_said_and_several_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Undeclared()
+    model(tf.ones((2, 4)))
+    assert known_inputs(model, DataConfig(inputs=("tokens",)), checkpoint_with(None)) is None
+    (taken,) = write_model(model, tmp_path / "model")
+    assert (taken.dtype, taken.shape) == ("float32", (None, 4))
+    assert "takes what Keras assumes, args_0: float32 [None, 4]" in caplog.text
+    with pytest.raises(UserError, match=r"declares no inputs, and step-5 does not say .* tokens, price had\. Give"):
+        known_inputs(model, DataConfig(inputs=("tokens", "price")), checkpoint_with(None))
+    declared = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    assert known_inputs(declared, DataConfig(inputs=("tokens", "price")), checkpoint_with(None)) is None
