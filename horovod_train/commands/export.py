@@ -30,7 +30,7 @@ _SAVED = (
     "assets",
     "assets/[^/]+",
     "assets.extra",
-    r"assets\.extra/class_names\.json",
+    r"assets\.extra/(class_names|inputs)\.json",
 )
 SAVED_MODEL = Artifact("a SavedModel", ".+", "folder", _SAVED, lambda path: (path / "saved_model.pb").is_file())
 _SAVED_MODEL_DRAFT = Artifact(
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     inputs = known_inputs(model, config.data, saved)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:
-        write_model(model, draft, class_names(config.data, saved.facts.class_names), inputs)
+        taken = write_model(model, draft, class_names(config.data, saved.facts.class_names), inputs)
         replace(draft, out, artifact)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error
@@ -72,4 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):
             remove(draft, unfinished)
     to_stdout(f"{out}: {weights} weights of {saved.folder}, step {saved.facts.step}, epoch {saved.facts.epoch}")
+    for one in taken:
+        changes = inputs.changes(one.name) if inputs else "what the run did, which the checkpoint does not say"
+        to_stdout(f"takes {one}{changes and f', after {changes}'}")
     return 0

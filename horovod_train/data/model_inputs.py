@@ -15,6 +15,9 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.schema import Feature, find_schema, settings_of
 from horovod_train.errors import UserError
 
+_SHOWN = ("max_length", "padding", "decode", "resize", "crop_fraction", "interpolation", "scale", "offset")
+"""Settings of a feature without which the same stored values would be other inputs, in the order of their use."""
+
 
 class Input(NamedTuple):
     """One tensor that a model takes."""
@@ -45,6 +48,25 @@ class ModelInputs:
     def pack(self) -> dict[str, Any]:
         """Return what JSON can hold, for `unpack`."""
         return {**dataclasses.asdict(self), "inputs": [one._asdict() for one in self.inputs]}
+
+    def changes(self, name: str) -> str:
+        """Return what is done to stored values before they are this input, in the words of data.features; "": nothing.
+
+        name: of an input; if the model has one only, any.
+        """
+        if self.preprocess:
+            before = [f"{feature} ({said})" for feature in self.features if (said := self._settings(feature))]
+            return ", ".join([*before, f"data.preprocess: {self.preprocess}"])
+        if name not in self.features and len(self.inputs) == len(self.features) == 1:
+            (name,) = self.features
+        return self._settings(name)
+
+    def _settings(self, feature: str) -> str:
+        settings = self.features.get(feature, {})
+        shown = {key: settings[key] for key in _SHOWN if key in settings}
+        if shown.get("decode") == "raw":  # the same numbers in another form
+            del shown["decode"]
+        return ", ".join(f"{key}: {value}" for key, value in shown.items())
 
 
 def unpack(packed: Mapping[str, Any]) -> ModelInputs | None:

@@ -60,6 +60,7 @@ _END = object()
 _MOST_BYTES = 16 << 20
 """Bytes of outputs that one rank keeps before sending them to root."""
 CLASS_NAMES = "class_names.json"
+INPUTS = "inputs.json"
 _OPEN_SIZES = (32, 8, 1)
 """Replace sizes that a model leaves open in the test input; the next one where an input is too long for the model."""
 
@@ -358,8 +359,8 @@ def write_model(
     """Write to `path`, which must not exist: a Keras file if it ends in .keras, else a SavedModel folder.
 
     class_names: of the outputs, in their order; the file holds them as class_names.json, a list. inputs: what the run
-    gave the model, None if it is not known; a SavedModel of a model that declares no inputs takes these. The file
-    has no optimizer: a compiled model is not compiled any more.
+    gave the model, None if it is not known; a SavedModel of a model that declares no inputs takes these. The file holds
+    what it takes as inputs.json. The file has no optimizer: a compiled model is not compiled any more.
 
     Return what the file takes; nothing for a Keras file of which it is not known. Raises UserError if Keras cannot
     write the model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
@@ -394,7 +395,7 @@ def write_model(
             f"export: {model.name} declares no inputs, and the checkpoint does not say what they were. The SavedModel "
             f"takes what Keras assumes, {listed(map(str, taken))}: do not use it if the records were others."
         )
-    _add_names(path, class_names)
+    _add_facts(path, class_names, taken, inputs)
     if specs is not None:
         _check_computes_the_same(model, serve, specs, in_graph=not is_keras)
     return taken
@@ -425,16 +426,22 @@ def _check_computes_the_same(model: keras.Model, serve: Callable[[Any], Any], sp
         return
 
 
-def _add_names(path: Path, class_names: Sequence[str]) -> None:
-    """Add the names of classes to a file of Keras, which is a zip archive, or to the extra assets of a SavedModel."""
-    text = json.dumps(list(class_names), ensure_ascii=False)
-    if class_names and path.suffix == ".keras":
+def _add_facts(path: Path, class_names: Sequence[str], taken: Sequence[Input], inputs: ModelInputs | None) -> None:
+    """Add JSON files to a file of Keras, which is a zip archive, or to the extra assets of a SavedModel."""
+    facts: dict[str, Any] = {CLASS_NAMES: list(class_names)} if class_names else {}
+    if taken:
+        made_of = {"features": inputs.features, "preprocess": inputs.preprocess} if inputs else {}
+        facts[INPUTS] = {"inputs": [one._asdict() for one in taken], **made_of}
+    texts = {name: json.dumps(content, ensure_ascii=False) for name, content in facts.items()}
+    if path.suffix == ".keras":
         with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr(CLASS_NAMES, text)
-    elif class_names:
+            for name, text in texts.items():
+                archive.writestr(name, text)
+    elif texts:
         (path / "assets.extra").mkdir()
-        with (path / "assets.extra" / CLASS_NAMES).open("x", encoding="utf-8") as file:
-            file.write(text)
+        for name, text in texts.items():
+            with (path / "assets.extra" / name).open("x", encoding="utf-8") as file:
+                file.write(text)
 
 
 def _inputs(model: keras.Model) -> Any:

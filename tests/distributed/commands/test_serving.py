@@ -258,15 +258,21 @@ def test_a_subclassed_model_is_exported_with_the_inputs_of_its_run(tmp_path: Pat
     done(train(["--config", tmp_path / "config.yaml", "--output-dir", tmp_path / "run"]))
     done(train(["predict", tmp_path / "run", "--data", tmp_path / "flats.npz", "--out", tmp_path / "out.npz"]))
     (tmp_path / "flats.npz").unlink()
-    done(train(["export", tmp_path / "run", "--out", tmp_path / "model"]))
-    done(train(["export", tmp_path / "run", "--out", tmp_path / "model.keras"]))
+    for name in ("model", "model.keras"):
+        said = done(train(["export", tmp_path / "run", "--out", tmp_path / name])).stdout.splitlines()
+        assert {line for line in said if line.startswith("takes ")} == {
+            "takes tokens: int64 [None, 2]",
+            "takes price: float32 [None, 1], after scale: 0.5",
+        }
+    (told,) = tmp_path.glob("model/assets.extra/inputs.json")
+    scale = json.loads(told.read_text())["features"]["price"]["scale"]
     saved = tf.saved_model.load(str(tmp_path / "model"))
     found = saved.signatures["serving_default"].structured_input_signature[1]
     assert {name: (spec.dtype, spec.shape.as_list()) for name, spec in found.items()} == {
         "price": (tf.float32, [None, 1]),
         "tokens": (tf.int64, [None, 2]),
     }
-    outputs = saved.serve({"tokens": tokens, "price": (0.5 * arrays["price"]).astype(np.float32)})
+    outputs = saved.serve({"tokens": tokens, "price": (scale * arrays["price"]).astype(np.float32)})
     with np.load(tmp_path / "out.npz") as predicted:
         assert np.allclose(outputs, predicted["output"], atol=1e-5)
 

@@ -30,8 +30,12 @@ def lists(folder: Path, **values: Any) -> DataConfig:
     return config(folder, index_dir=str(folder / "kept"), **given)
 
 
-def with_more(words: tf.Tensor) -> tf.Tensor:
+def first_two(words: tf.Tensor) -> tf.Tensor:
     return tf.cast(words, tf.float32)[:, :2]
+
+
+def with_more_axes(price: tf.Tensor) -> tf.Tensor:
+    return price[:, tf.newaxis]
 
 
 def is_kept(found: ModelInputs) -> bool:
@@ -60,7 +64,7 @@ def test_lists_cut_to_the_longest_of_a_batch_have_any_length(tmp_path: Path) -> 
 
 
 def test_they_are_what_preprocess_makes(tmp_path: Path) -> None:
-    data = lists(tmp_path, inputs=("words",), preprocess="test_model_inputs:with_more")
+    data = lists(tmp_path, inputs=("words",), preprocess="test_model_inputs:first_two")
     found = pipeline(data, batch=4).model_inputs
     assert (found.inputs, found.preprocess) == ((Input("", "float32", (None, 2)),), data.preprocess)
 
@@ -86,9 +90,20 @@ def test_a_config_with_all_features_tells_the_same_as_its_records(tmp_path: Path
     [
         {"features": {}},
         {"features": {"words": {"max_length": 5}}},  # as files that describe their records have it
-        {"preprocess": "test_model_inputs:with_more"},
+        {"preprocess": "test_model_inputs:first_two"},
         {"bucket_by_length": "words"},
     ],
 )
 def test_a_config_that_leaves_something_to_the_records_tells_nothing(tmp_path: Path, values: dict[str, Any]) -> None:
     assert inputs_in_config(lists(tmp_path, **values)) is None
+
+
+def test_it_says_what_is_done_to_stored_values_before(tmp_path: Path) -> None:
+    image = pipeline(config(make_images(tmp_path / "images" / "train")), batch=8).model_inputs
+    assert image.changes("image_raw") == f"scale: {1 / 255}, offset: -0.5"
+    assert image.changes("input_layer_3") == image.changes("image_raw")  # the only input, whatever its name
+    pair = pipeline(lists(tmp_path / "lists"), batch=4).model_inputs
+    assert (pair.changes("price"), pair.changes("words"), pair.changes("else")) == ("scale: 2.0", "max_length: 5", "")
+    data = lists(tmp_path / "made", inputs=("price",), preprocess="test_model_inputs:with_more_axes")
+    made = pipeline(data, batch=4).model_inputs
+    assert made.changes("") == "price (scale: 2.0), data.preprocess: test_model_inputs:with_more_axes"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,27 @@ def test_a_model_that_draws_has_no_outputs_to_compare(tmp_path: Path) -> None:
     model(tf.ones((2, 3)))
     write_model(model, tmp_path / "model", inputs=ModelInputs((Input("x", "float32", (None, 3)),), is_dict=False))
     assert (tmp_path / "model" / "saved_model.pb").is_file()
+
+
+@pytest.mark.parametrize("name", ["model", "model.keras"])
+def test_the_file_says_what_it_takes_and_of_what_that_is_made(tmp_path: Path, name: str) -> None:
+    model = keras.Sequential([keras.Input((4,), name="numbers"), keras.layers.Dense(2)])
+    stored = {"image": {"type": "int64", "shape": [4], "scale": 0.5}}
+    inputs = ModelInputs((Input("image", "float32", (None, 4)),), is_dict=False, features=stored)
+    write_model(model, tmp_path / name, ["a", "b"], inputs)
+    check_out("--out", str(tmp_path / name), KERAS_FILE if name.endswith(".keras") else SAVED_MODEL)
+    if name.endswith(".keras"):
+        texts = {file: zipfile.ZipFile(tmp_path / name).read(file) for file in ("inputs.json", "class_names.json")}
+    else:
+        texts = {path.name: path.read_bytes() for path in (tmp_path / name / "assets.extra").iterdir()}
+    assert {file: json.loads(text) for file, text in texts.items()} == {
+        "class_names.json": ["a", "b"],
+        "inputs.json": {
+            "inputs": [{"name": "numbers", "dtype": "float32", "shape": [None, 4]}],
+            "features": stored,
+            "preprocess": None,
+        },
+    }
 
 
 def checkpoint_with(inputs: ModelInputs | None) -> Checkpoint:
