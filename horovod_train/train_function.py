@@ -5,8 +5,10 @@ Imports TensorFlow only to train, so that a wrong config is refused at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,9 @@ from horovod_train.output.console import to_stdout
 
 if TYPE_CHECKING:
     import keras
+
+_calls = itertools.count()
+"""Numbers the times that Keras and TensorFlow get a seed after a run, so that no two get the same."""
 
 
 class Trained(NamedTuple):
@@ -47,7 +52,9 @@ def train(
     import what the config names, from this folder or sys.path, and run none of the caller's code.
 
     The model has the weights of the last checkpoint, or their moving averages if the run keeps any, and is not
-    compiled. A run that is asked to stop returns with `finished: false`; called again, it resumes.
+    compiled. A run that is asked to stop returns with `finished: false`; called again, it resumes. The environment, the
+    dtype policy of Keras and the random states of Python and NumPy are then what they were before. Keras and TensorFlow
+    have another seed than before, a new one after each call that follows from Python's random state.
 
     Raises UserError for what must be fixed in config or data; RunError if the run fails.
     """
@@ -75,7 +82,7 @@ def _train_here(config: Config, output_dir: str) -> bool:
     logs.load_tensorflow()
     from horovod_train.training import run
 
-    with _environment_kept():
+    with _environment_kept(), _settings_kept():
         try:
             run.run(config)
         except RuntimeError as error:
@@ -100,6 +107,33 @@ def _environment_kept() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Undo what building a model sets in this process: the dtype policy, and the random states of Python and NumPy.
+
+    Keras and TensorFlow do not tell their states: they get a seed that follows from Python's state, another after each
+    call, so that the caller's program draws neither a run's numbers nor the same ones twice. No two layers of the
+    caller get the same name. TensorFlow is loaded.
+    """
+    import keras
+    import numpy
+
+    from horovod_train.keras_seams import name_counts
+
+    policy, python_state, numpy_state = keras.config.dtype_policy(), random.getstate(), numpy.random.get_state()
+    names = name_counts()
+    given = dict(names or {})
+    try:
+        yield
+    finally:
+        if names is not None:
+            names.update({name: max(count, names.get(name, 0)) for name, count in given.items()})
+        keras.config.set_dtype_policy(policy)
+        keras.utils.set_random_seed(random.Random(f"{next(_calls)} {python_state}").getrandbits(31))
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
 def _train_on_ranks(config: Config, ranks: int) -> None:
@@ -156,6 +190,7 @@ def _result(config: Config, output_dir: str) -> Trained:
     from horovod_train.inference.run import build_bare_model, load_weights
 
     summary = json.loads(Path(output_dir, "summary.json").read_text(encoding="utf-8"))
-    model = build_bare_model(config)
-    load_weights(model, open_checkpoint(output_dir, "output_dir"), "auto")
+    with _settings_kept():
+        model = build_bare_model(config)
+        load_weights(model, open_checkpoint(output_dir, "output_dir"), "auto")
     return Trained(summary, model)

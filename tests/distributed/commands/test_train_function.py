@@ -25,12 +25,13 @@ log: {{tensorboard: false}}
 """
 
 
-def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_path: Path) -> None:
+def test_runs_in_one_process_resume_and_leave_it_as_it_was(digits: Path, tmp_path: Path) -> None:
     """Keras numbers names by process, and the names of variables in checkpoints are Keras'.
 
-    A third one, with another setting, has nothing left to do: it says so, and leaves the files of the second.
+    A third one, with another setting, has nothing left to do: it says so, and leaves the files of the second. So has a
+    fourth, on a rank of its own.
     """
-    (tmp_path / "config.yaml").write_text(BASE.format(data=digits))
+    (tmp_path / "config.yaml").write_text(BASE.format(data=digits) + "precision: mixed_bfloat16\n")
     program = str(PROGRAMS / "trained_twice.py")
     finished = run_process([*warm_python(), program, str(tmp_path), str(tmp_path / "config.yaml")])
     assert finished.returncode == 0, finished.text
@@ -43,11 +44,16 @@ def test_two_runs_in_one_process_resume_and_leave_no_variable(digits: Path, tmp_
     assert begun == [
         "changed since this checkpoint: train.epochs 1 → 2",
         "changed since this checkpoint: train.l2 0.0 → 0.1",
-        "nothing is left to train: the run has come to its end at step 30",
+        *["nothing is left to train: the run has come to its end at step 30"] * 2,
     ]
     assert found["kept"] == ["config.yaml", "summary.json"]
-    assert found["left"] == []
+    assert found["variables"] == []
     assert found["evaluated"] == 0, finished.text
+    left = found["left"]  # after three runs in this process, and one on a rank of its own
+    assert len(left) == 4
+    assert {(one["policy"], one["same_states"]) for one in left} == {("float32", True)}
+    assert len({one["drawn"] for one in left}) == 4
+    assert len({one["name"] for one in left}) == 4
 
 
 @pytest.mark.exhaustive
