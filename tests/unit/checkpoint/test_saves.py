@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,19 +302,41 @@ def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path
     assert done == ["audit", "ranks met"]
 
 
-def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, int]] = []
+def note_synced(folder: Path, monkeypatch: pytest.MonkeyPatch, about: Callable[[Path], Any]) -> list[Any]:
+    """What about says of each path below the folder when it has been written to disk, as a list that grows."""
+    synced: list[Any] = []
     fsync = os.fsync
 
     def noting(descriptor: int) -> None:
         fsync(descriptor)
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.is_relative_to(tmp_path):  # a thread of an earlier test may still be writing
-            synced.append((path.name, os.fstat(descriptor).st_size))
+        if path.is_relative_to(folder):  # a thread of an earlier test may still be writing
+            synced.append(about(path))
 
     monkeypatch.setattr(os, "fsync", noting)
+    return synced
+
+
+def test_all_of_a_checkpoint_is_on_disk_before_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = note_synced(tmp_path, monkeypatch, lambda path: path.name)
+    write(tmp_path / "saved", VALUES, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
+    assert synced == ["state.data-00000-of-00001", "state.index", "manifest.json", "saved"]
+
+
+def test_the_name_of_a_checkpoint_is_on_disk_when_its_save_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = note_synced(tmp_path, monkeypatch, lambda path: (path.name, path.is_dir() and os.listdir(path)))
+    store = open_store(tmp_path, keep=2)
+    store.save(VALUES, Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={}))
+    assert store.wait() is None
+    assert ("checkpoints", ["step-000000001"]) in synced
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = note_synced(tmp_path, monkeypatch, lambda path: (path.name, path.stat().st_size))
     store = open_store(tmp_path, keep=9)
     assert isinstance(store, CheckpointStore)
     run = run_of(store)

@@ -318,6 +318,16 @@ def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
     assert "srun --mpi=none -n 3 python" in found.next
 
 
+def test_the_beginning_of_a_stall_is_not_told_twice(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, "srun")
+    for text in ("rank 1 (node0) took 9 s at step 300", "rank 1 (node0) is slow since step 469"):
+        run.logs[0].write("slow", text)
+    run.end(0, "stalled", 87, error="rank 1 (node0) has sent no heartbeat for 31 s")
+    found = explain(tmp_path)
+    assert found.state == "stalled"
+    assert found.slow == ["rank 1 (node0) took 9 s at step 300"]
+
+
 def test_a_run_that_was_asked_to_stop_can_go_on(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, "none")
     (tmp_path / "config.yaml").write_text("checkpoint: {resume: never}\n")

@@ -403,6 +403,25 @@ class OneStart:
         return None
 
 
+def supervise_by(
+    start: Callable[..., OneStart],
+    plan: Plan,
+    program: Program,
+    *,
+    ranks: int = 2,
+    least: int = 2,
+    max_restarts: int = 100,
+) -> int:
+    """The exit code of a launch whose starts are what start gives."""
+    plan = replace(plan, start=cast(Callable[..., StartedRanks], start))
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        return Supervisor(program, plan, ranks, least, max_restarts).run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def supervise(
     room: list[OneStart | None],
     plan: Plan,
@@ -423,13 +442,7 @@ def supervise(
             raise NotEnough("no room")
         return found
 
-    plan = replace(plan, start=cast(Callable[..., StartedRanks], start))
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        return Supervisor(program, plan, 2, 2, max_restarts).run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return supervise_by(start, plan, program, max_restarts=max_restarts)
 
 
 def not_replaced(*_: object) -> StartedRanks:
@@ -452,6 +465,33 @@ def test_a_wait_for_hosts_is_no_start_without_progress(tmp_path: Path, monkeypat
     waiting, program = replace(PLAN, may_wait=True), Program(["x"], ["x"], tmp_path)
     assert supervise([None, None, OneStart(137, 0), None, OneStart(0, 0)], waiting, program) == 0
     assert supervise([None, OneStart(137, 0), None, OneStart(137, 0), OneStart(0, 0)], waiting, program) == 137
+
+
+def test_fewer_ranks_have_two_starts_without_progress_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    started: list[int] = []
+
+    def start(words: Sequence[str], ranks: int, least: int) -> OneStart:
+        started.append(ranks)
+        return OneStart(137, *[0] * (ranks - 1))
+
+    assert supervise_by(start, PLAN, Program(["x"], ["x"], tmp_path), ranks=3, least=1) == 137
+    assert started == [3, 3, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        (["--resume", "never"], ["--resume", "auto"]),
+        (["checkpoint.resume=never"], ["--resume", "auto"]),
+        ([], []),
+    ],
+)
+def test_a_run_that_was_to_begin_anew_resumes_from_its_second_start_on(words: list[str], added: list[str]) -> None:
+    words = ["--config", "digits_convnet_plain", "--output-dir", "out", *words]
+    program = _program(Namespace(words=words, run_dir=None))
+    assert program.first[-len(words) :] == words
+    assert program.later == [*program.first, *added]
 
 
 def test_a_file_system_that_does_not_answer_when_ranks_have_ended_ends_no_launch(

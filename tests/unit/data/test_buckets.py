@@ -286,6 +286,13 @@ def test_pools_of_any_size_lose_nothing(records: int, batch: int, steps: int) ->
     assert widths.tolist() == longest
 
 
+def test_steps_of_a_pool_come_in_another_order_in_each_epoch() -> None:
+    buckets = Buckets(("words",), np.arange(64, dtype=np.int32)[:, None], "words", 32, (64,))
+    records = np.arange(64).reshape(32, 2)
+    one, same, other = (buckets.sort(records, 1, epoch, 0).tolist() for epoch in (0, 0, 1))
+    assert one == same != other
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

@@ -231,6 +231,24 @@ def test_padding_that_repeats_a_bad_record_does_not_skip_it_again(tmp_path: Path
     assert sorted(len(one.skipped) for one in made) == [0, 1]
 
 
+def test_what_is_kept_in_memory_beside_bad_records_is_each_records_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horovod_train.data.pipeline._CHUNK_RECORDS", 4)  # so that some chunks have no bad record
+    folder = make_images(tmp_path / "train", shards=(30, 9))
+    file = folder / "0.tfrecord"
+    content = bytearray(file.read_bytes())
+    content[content.index(b"image_raw") + 40] ^= 1  # the data of the first record no longer match their checksum
+    file.write_bytes(bytes(content))
+    plain, kept = (
+        batches(pipeline(config(folder, cache=cache, on_bad_record="skip"), batch=4), epochs=6)
+        for cache in ("none", "memory")
+    )
+    for one, other in zip(plain, kept, strict=True):
+        assert np.array_equal(one.ids, other.ids)
+        assert np.array_equal(one.inputs[one.ids >= 0], other.inputs[one.ids >= 0])
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "packed", "zeros"])
 def test_a_damaged_file_can_be_skipped_from_its_damage_on(tmp_path: Path, damage: str) -> None:
     folder = make_images(tmp_path / "train")

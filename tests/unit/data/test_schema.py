@@ -36,6 +36,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"features": {"a": {"type": "bytes", "decode": "raw", "max_length": 4, "padding": -1}}},
         "x: a: padding: -1 is no uint8.",
     ),
+    (
+        {"features": {"a": {"type": "bytes", "decode": "raw", "max_length": 4, "padding": 300}}},
+        "x: a: padding: 300 is no uint8.",
+    ),
     ({"features": {"a": {"type": "int64", "scale": "1/255"}}}, "x: a: scale: expected a number; received '1/255'"),
     ({"features": {"a": {"type": "int64", "cast": "int7"}}}, "x: a: cast: expected one of uint8"),
     ({"features": {"a": {"type": "int64", "decode": "raw"}}}, "decode: raw is for type bytes; this one is int64"),

@@ -215,3 +215,40 @@ def test_a_copy_with_holes_is_read_from_the_source(tmp_path: Path) -> None:
     assert not faults
     assert split_records(found) == [b"0 %d" % record * 1000 for record in range(500)]
     assert any(copy.read_bytes()[: int(index.blocks.bytes[0])])  # and is whole again
+
+
+def test_a_copy_that_ends_early_is_read_from_the_source(tmp_path: Path) -> None:
+    """A clean-up has removed the copy, and the next rank has written an earlier block alone into a new one."""
+    paths = write(tmp_path / "data", 1, packed=False, records=500)
+    index = open_index(paths)
+    assert is_read(paths, tmp_path / "stage", records=500)
+    (copy,) = own_folder(tmp_path / "stage").glob("*/*.blocks")
+    os.truncate(copy, int(index.blocks.bytes[0]))
+    assert is_read(paths, tmp_path / "stage", records=500)
+
+
+def change(path: str, text: bytes) -> None:
+    """Write three records of the lengths that were there, a second later."""
+    before = os.stat(path)
+    Path(path).write_bytes(b"".join(frame(b"%b %d" % (text, record) * 1000) for record in range(3)))
+    assert os.stat(path).st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def test_a_file_that_has_changed_is_copied_anew(tmp_path: Path) -> None:
+    """Though it has the size that it had."""
+    paths = write(tmp_path / "data", 1, packed=False)
+    assert is_read(paths, tmp_path / "stage")
+    change(paths[0], b"7")
+    found, faults = Reader(TFRecords(open_index(paths), str(tmp_path / "stage"))).read(np.arange(3))
+    assert not faults
+    assert split_records(found) == [b"7 %d" % record * 1000 for record in range(3)]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_file_that_changes_while_in_use_is_named(tmp_path: Path, staged: bool) -> None:
+    paths = write(tmp_path / "data", 1, packed=False)
+    reader = Reader(TFRecords(open_index(paths), str(tmp_path / "stage") if staged else None))
+    change(paths[0], b"7")
+    with pytest.raises(UserError, match=r"0000\.tfrecord: was changed while in use"):
+        reader.read(np.arange(3))

@@ -1,8 +1,9 @@
-"""What an optimizer refuses once it is distributed, before any exchange: wrappers around it, and local variables."""
+"""What a distributed optimizer refuses, wrappers around it and local variables, and how it combines gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import keras
 import pytest
@@ -10,8 +11,10 @@ import tensorflow as tf
 from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap
 
 import horovod_train.keras as hvd
+from horovod_train.distributed import optimizer as exchange_module
+from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import agreement
+from horovod_train.tensorflow import agreement, gradients
 
 
 def each_its_own(variable: Any) -> keras.optimizers.Optimizer:
@@ -75,3 +78,42 @@ def test_the_watch_counts_exchanges_without_an_operation_on_the_device_that_comp
     before = agreement.exchange_count()
     counter.assign_add(4, read_value=False)
     assert agreement.exchange_count() == before + 4
+
+
+@pytest.fixture
+def two_of_four(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process set of two ranks of a job of four."""
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 4)
+    return SimpleNamespace(size=lambda: 2, process_set_id=1)
+
+
+def test_the_ranks_of_a_process_set_divide_by_their_own_number(two_of_four: Any) -> None:
+    arithmetic = GradientExchange(ranks=two_of_four, predivide=8.0)._arithmetic()
+    assert (arithmetic["prescale_factor"], arithmetic["postscale_factor"]) == (1 / 8, 4.0)
+
+
+@pytest.mark.parametrize(("op", "divisor"), [("average", 2), ("sum", 1)])
+def test_only_an_average_in_bf16_is_divided_by_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, two_of_four: Any, op: Any, divisor: int
+) -> None:
+    monkeypatch.setattr(exchange_module, "combine_bf16", lambda values, name, ranks, divisor: divisor)
+    assert GradientExchange(op, "bf16", two_of_four)._combine_dense(tf.ones(3), "x") == divisor
+
+
+def doubled(grads: Any, variables: Any) -> list[Any]:
+    """In place of an exchange with one other rank, which has the same."""
+    return [2 * grad for grad in grads]
+
+
+def test_gradients_are_combined_unless_a_tape_has_combined_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is clipped after the tape is a new tensor."""
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
+    applied: list[Any] = []
+    optimizer = SimpleNamespace(apply_combined=lambda grads, variables: applied.extend(grads))
+    of_tape, clipped = tf.ones(2), tf.ones(2)
+    gradients._combined_by_tape[id(of_tape)] = of_tape
+    apply = gradients._applying(cast(gradients.GradientCombiner, doubled))
+    apply(optimizer, [of_tape, clipped], None)
+    assert [grad.numpy().tolist() for grad in applied] == [[2.0, 2.0]] * 2
+    apply(optimizer, [of_tape], None)
+    assert applied[2] is of_tape

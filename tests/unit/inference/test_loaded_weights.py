@@ -46,6 +46,25 @@ def test_weights_or_their_averages_are_taken_by_the_same_model_alone(
         load_weights(stack(2), saved, weights)
 
 
+def test_averages_of_a_part_are_taken_with_the_weights_of_the_rest(tmp_path: Path) -> None:
+    """As an optimizer with use_ema saves them that trains a part of the model."""
+    model = stack(3)
+    arrays = {f"model/{weight.path}": np.full(weight.shape, 1, np.float32) for weight in model.weights}
+    arrays |= {f"ema/{weight.path}": np.full(weight.shape, 2, np.float32) for weight in model.layers[0].weights}
+    write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
+    assert load_weights(model, verify(tmp_path / "saved"), "auto") == "ema"
+    assert [float(np.mean(array)) for array in model.get_weights()] == [2, 2, 1, 1, 1, 1]
+
+
+def test_what_a_layer_derives_from_its_weights_follows_those_that_are_loaded(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Normalization(name="norm")], name="net")
+    values = {"mean": [3.0, 5.0], "variance": [4.0, 4.0], "count": 0}
+    arrays = {f"model/{weight.path}": np.array(values[weight.name], weight.dtype) for weight in model.weights}
+    write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
+    load_weights(model, verify(tmp_path / "saved"), "auto")
+    assert np.allclose(model(np.array([[5.0, 5.0]])), [[1.0, 0.0]])
+
+
 class WithHead(keras.Model):
     """Has a part for training only, which is not there until it is trained."""
 

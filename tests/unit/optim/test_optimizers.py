@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod_train.config.settings import Config, LrScheduleConfig, OptimizerSpec, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
-from horovod_train.optim.schedules import Horizon, build_formula
+from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 
@@ -22,6 +22,16 @@ HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 def rate(config: LrScheduleConfig, step: int) -> float:
     schedule = build_schedule(config, HORIZON)
     return schedule if isinstance(schedule, float) else float(schedule(step))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "total_steps"), [(3, 5, 5), (3, 50, 30), (3, None, 30), (None, 50, 50)]
+)
+def test_a_run_ends_by_epochs_or_steps_whichever_is_first(
+    epochs: int | None, max_steps: int | None, total_steps: int
+) -> None:
+    horizon = build_horizon(TrainConfig(epochs=epochs, max_steps=max_steps), 64, 10)
+    assert horizon.total_steps == total_steps
 
 
 @pytest.mark.parametrize(
@@ -56,6 +66,16 @@ def test_warm_up_rises_by_step_to_the_decayed_rate() -> None:
     config = LrScheduleConfig(base_lr=0.1, warmup_epochs=2, decay=Spec("exponential", {"rate": 0.5}))
     expected = {0: 0.1 / 20, 9: 0.1 * 10 / 20, 10: 0.05 * 11 / 20, 19: 0.05, 20: 0.025}
     assert {step: rate(config, step) for step in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def own_decay(lr: float, horizon: Horizon) -> float:
+    return lr
+
+
+def test_warm_up_before_a_users_decay_is_in_epochs() -> None:
+    config = LrScheduleConfig(base_lr=0.1, warmup_epochs=2, decay=Spec(f"{__name__}:own_decay"))
+    expected = {0: 0.1 / 20, 9: 0.05, 19: 0.1, 50: 0.1}
+    assert {step: rate(config, step) for step in expected} == pytest.approx(expected)
 
 
 def test_a_staircase_falls_at_the_planned_step_also_in_a_compiled_step() -> None:

@@ -505,6 +505,21 @@ def test_rows_that_are_no_records_leave_moving_averages_alone(
     assert means[1] == means[0]
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_the_forward_pass_assigns_counts_as_the_whole_step_of_a_rank(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """Not as its last pass: two ranks that have the same keep what each of them has."""
+    monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: 2 * value)
+    norm = layers.BatchNormalization(momentum=1.0)  # keeps what it has
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), norm)
+    norm.moving_mean.assign([3.0] * 10)
+    step = train(batches, model, train={"accumulate_steps": passes})
+    step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
+    assert np.allclose(norm.moving_mean, 3.0)
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "words"),
@@ -582,6 +597,28 @@ def test_what_an_evaluation_assigns_is_made_equal_on_ranks(batches: Pipeline) ->
     assert [variable.ref() for variable in found] == [layer.mean.value.ref()]
     norm = layers.BatchNormalization()
     assert not evaluate(batches, compiled("sparse_categorical_crossentropy", norm)).forward_state.variables
+
+
+class Noisy(layers.Layer):
+    """Drops out in evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = layers.Dropout(0.5)
+
+    def call(self, x: Any) -> Any:
+        return self.dropout(x, training=True)
+
+
+def test_an_evaluation_draws_the_same_each_time(batches: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: value)
+    step = evaluate(batches, compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), Noisy()))
+    group = SimpleNamespace(size=1, rank=0, sum=lambda arrays: [np.asarray(array, float) for array in arrays])
+    found = []
+    for _ in range(2):
+        step.run(batches.batches(0, 0, epochs=1), 2, batches.size_of(0))
+        found.append(step.metrics.result(cast(WorkerGroup, group))["loss"])
+    assert found[0] == found[1]
 
 
 class Teaching(Own):

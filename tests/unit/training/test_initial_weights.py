@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
+from horovod_train.checkpoint.layout import Facts
+from horovod_train.checkpoint.tensors import write
 from horovod_train.config.settings import ModelSpec
 from horovod_train.errors import UserError
 from horovod_train.training.fine_tuning import Freezing, assign, match, slots_like_weights
@@ -36,6 +39,44 @@ def test_the_file_of_a_backbone_fits_the_model_around_it(ending: str, tmp_path: 
     assign(model, found.taken)
     for ours, theirs in zip(model.get_layer("backbone").weights, source.weights, strict=True):
         assert np.array_equal(ours.numpy(), theirs.numpy())
+
+
+class Many(layers.Layer):
+    """More weights than have one digit."""
+
+    def build(self, shape: Any) -> None:
+        self.each = [self.add_weight(shape=(2,), name=f"w{number}") for number in range(12)]
+
+    def call(self, x: Any) -> Any:
+        return sum(x * weight for weight in self.each)
+
+
+def of_many(factor: float) -> keras.Model:
+    """Weight n is n times the factor."""
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, Many(name="many")(inputs))
+    for number, weight in enumerate(model.weights):
+        weight.assign([factor * number] * 2)
+    return model
+
+
+def test_weights_of_a_layer_of_many_come_in_their_order(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.weights.h5")
+    of_many(1.0).save_weights(path)
+    found = match(of_many(0.0), ModelSpec("any", init_from=path))
+    assert [float(value[0]) for value in found.taken.values()] == list(range(12))
+
+
+def test_a_run_that_kept_averages_of_its_weights_gives_those(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, name="dense")], name="net")
+    arrays = {
+        f"{kind}/{weight.path}": np.full(weight.shape, value, np.float32)
+        for kind, value in (("model", 1), ("ema", 2))
+        for weight in model.weights
+    }
+    write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
+    taken = match(model, ModelSpec("any", init_from=str(tmp_path / "saved"))).taken
+    assert [float(np.mean(value)) for value in taken.values()] == [2.0, 2.0]
 
 
 def test_a_file_of_other_layers_is_still_refused(tmp_path: Path) -> None:

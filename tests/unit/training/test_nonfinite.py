@@ -101,6 +101,7 @@ def note(failure: Failure, ids: list[int], outputs: int = 5, **values: Any) -> N
         ({"targets": [0.0, 0.0, 0.0, NAN]}, "record 14: a target or the weight is not finite."),
         ({"weights": [1.0, 1.0, 0.0, INF]}, "record 14: a target or the weight is not finite."),
         ({"targets": [4, 0, -1, 5]}, "record 13: the model has no output for its label."),
+        ({"targets": [4, 0, 5, 4]}, "record 13: the model has no output for its label."),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import keras
@@ -16,7 +17,7 @@ from keras import layers
 
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, OptimizerSpec, TrainConfig
-from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import averages_of
 from horovod_train.training.nonfinite import nonfinite_names
@@ -30,6 +31,7 @@ from horovod_train.training.state import (
     find_seeds,
 )
 from horovod_train.training.steps.optimizers import Optimizers
+from horovod_train.training.steps.step import Seeds
 from horovod_train.training.sync import Stale, SyncParts
 
 
@@ -114,6 +116,18 @@ def test_each_random_generator_of_a_model_has_a_seed() -> None:
     assert find_seeds(keras.Sequential([keras.Input((4,)), layers.Dense(2)])) == []
 
 
+def test_draws_differ_by_rank_layer_step_and_within_a_step() -> None:
+    """As those of two passes of a step, or of a layer that draws twice."""
+    generators = [keras.random.SeedGenerator(0) for _ in range(2)]
+    drawn = []
+    for rank in range(2):
+        seeds = Seeds([as_tf_variable(each.state) for each in generators], seed=1, rank=rank)
+        for step in range(3):
+            seeds.set(tf.constant(step, tf.int64))
+            drawn += [float(keras.random.uniform((), seed=each)) for each in generators for _ in range(2)]
+    assert len(set(drawn)) == len(drawn) == 24
+
+
 def test_variables_that_cannot_be_exchanged_are_named() -> None:
     layer = layers.Dense(2, dtype="bfloat16", name="narrow")
     model = keras.Sequential([keras.Input((4,)), layer], name="model")
@@ -158,6 +172,16 @@ def test_a_rank_gets_its_own_averages_of_losses_back() -> None:
     saved.loss_average.assign([3.0])
     other.restore_loss_average(group, Settled(saved).snapshot(group, Copies())[LOSS_AVERAGE_BY_RANK])
     assert other.loss_average.numpy().tolist() == [3.0]
+
+
+def test_averages_of_losses_of_more_ranks_are_not_taken_by_fewer() -> None:
+    state = TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), Optimizers({}))
+    group = cast(WorkerGroup, SimpleNamespace(size=2, rank=1, broadcast_object=lambda value: value))
+    state.loss_average.assign([2.0])  # the mean, which the checkpoint has too
+    state.restore_loss_average(group, np.array([[1.0], [3.0], [2.0]], np.float32))
+    assert state.loss_average.numpy().tolist() == [2.0]
+    state.restore_loss_average(group, np.array([[1.0], [3.0]], np.float32))
+    assert state.loss_average.numpy().tolist() == [3.0]
 
 
 def test_a_step_that_is_not_finite_is_left_out_of_the_moving_average_where_training_continues() -> None:

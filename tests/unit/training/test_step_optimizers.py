@@ -120,6 +120,37 @@ def test_numbers_that_are_not_finite_are_not_applied(gradient: list[float], loss
     assert not bool(given.optimizers.failed)
 
 
+def test_a_failure_of_the_first_of_two_updates_in_a_step_remains_noted() -> None:
+    given = Given()
+    given.update.holds_back = False
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with given.shares.of_pass(None):
+            given.update.begin_pass()
+            for gradient in ([np.nan, 1.0], [1.0, 1.0]):
+                given.optimizer.apply([tf.constant(gradient, tf.float32)], [given.weight])
+
+    step()
+    assert bool(given.optimizers.failed)
+    assert bool(given.optimizers.is_cause)
+
+
+def test_gradients_of_a_step_without_records_are_no_failure() -> None:
+    given = Given()
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with given.shares.of_pass(None):
+            given.update.begin_pass()
+            given.update.is_empty = tf.constant(True)
+            given.optimizer.apply([tf.constant([np.nan, 1.0], tf.float32)], [given.weight])
+
+    step()
+    assert not bool(given.optimizers.failed)
+    assert given.weight.numpy().tolist() == [1.0, 1.0]
+
+
 def test_a_loss_scale_is_lowered_by_gradients_that_are_not_finite() -> None:
     given = Given(scaled=True)
     assert given.optimizers.scales_loss

@@ -186,6 +186,13 @@ def test_a_target_that_was_reached_by_little_is_known_after_a_restart() -> None:
     assert int(stopping.best.step) == 20
 
 
+def test_a_value_that_stays_the_same_is_no_better() -> None:
+    stopping = EarlyStopping(EarlyStoppingConfig(metric="accuracy", mode="max", patience=2))
+    ended = [stopping.update(step, {"accuracy": 0.5}) is not None for step in (1, 2, 3)]
+    assert ended == [False, False, True]
+    assert int(stopping.best.step) == 1
+
+
 def test_the_time_of_a_hook_is_kept_for_another() -> None:
     margin = Margin(first_save_s=1)
     before = margin.seconds()

@@ -1,0 +1,35 @@
+"""Callbacks for `model.fit` where an epoch has another number of batches than was planned."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from horovod_train.keras import callbacks
+from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, EndEpoch, LearningRateScheduleCallback
+
+
+def test_an_epoch_that_ends_early_ends_with_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 1)
+    monkeypatch.setattr(callbacks, "guards", lambda: SimpleNamespace(end_epochs_together=True))
+    callback: Any = BroadcastGlobalVariablesCallback()
+    callback._model, callback._end_epoch = SimpleNamespace(steps_per_execution=2), EndEpoch()
+    callback._has_warned = False
+    callback._end_together([(1, 5), (1, 7)])
+    assert callback._end_epoch.batches == callback._planned_batches == 4
+
+
+def test_rates_follow_the_batches_that_each_epoch_really_has() -> None:
+    """The first ends after 4 of 8, the second has all, the third ends after 2."""
+    end = EndEpoch()
+    rates: list[float] = []
+    callback: Any = LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
+    callback.params, callback._callbacks, callback._set_rate = {"steps": 8}, [end], rates.append
+    for epoch, batches in enumerate((4, None, 2)):
+        end.batches = batches
+        callback.on_epoch_begin(epoch)
+        for batch in range(2):
+            callback.on_train_batch_begin(batch)
+    assert rates == [0, 0.25, 1, 1.125, 2, 2.5]
