@@ -54,7 +54,7 @@ from horovod_train.data.dataset import (
     check_room_to_shuffle,
     check_same_labels,
     open_records,
-    with_roles_of,
+    with_inputs_of,
 )
 from horovod_train.data.sampler import Plan, padding_share
 from horovod_train.errors import RunError, UserError
@@ -233,7 +233,7 @@ def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outloo
     records = open_records(config.data, "train")
     eval_records = None
     if config.data.eval:
-        eval_records = open_records(with_roles_of(config.data, records), "eval")
+        eval_records = open_records(with_inputs_of(config.data, records), "eval")
         check_same_labels(eval_records, records)
     batch = config.data.global_batch_size
     assert batch is not None

@@ -191,13 +191,21 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
     else:
-        other = next((name for name in map(os.path.basename, files) if not fits(name, kind)), None)
-        kinds = f"{other} is read as TFRecords, because its name fits none of {', '.join(FILES)}." if other else ""
-        schema = find_schema(files, config, setting, storage, kinds)
+        schema = find_schema(files, config, setting, storage, _why_tfrecords(files, kind))
         check_weight(config.weight, schema)
     if not needs_labels:
         schema = dataclasses.replace(schema, targets=())
     return SplitFiles(files, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
+
+
+def _why_tfrecords(files: Sequence[str], kind: str) -> str:
+    """Return a sentence about a file that is read as TFRecords, and has another name; "" if there is none."""
+    other = next((name for name in map(os.path.basename, files) if not fits(name, kind)), None)
+    if other is None:
+        return ""
+    if pattern := next((pattern for pattern in FILES if fits(other, pattern)), None):
+        return f"{other} is read as TFRecords: a glob must end as names of its kind do, {pattern}."
+    return f"{other} is read as TFRecords, because its name fits none of {', '.join(FILES)}."
 
 
 def _open_source(opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str]) -> Records:
@@ -269,22 +277,19 @@ def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
             raise UserError(f"data.{key}: {use}, and {setting}, {path}, has none. Leave it out.")
 
 
-def with_roles_of(config: DataConfig, records: Records) -> DataConfig:
-    """Return the config with inputs and targets of the training records, for other records of the same model.
+def with_inputs_of(config: DataConfig, records: Records) -> DataConfig:
+    """Return the config with the inputs of the training records, for other records of the same model.
 
-    Left to its default, data.inputs would mean other features where those have one more. Inputs of text are declared,
-    because in another CSV file all texts of a column may read as numbers.
+    Left to its default, data.inputs would mean other features where those have one more. Texts of CSV files are
+    declared, because in another file all of a column may read as numbers.
     """
     schema, features = records.schema, dict(config.features)
-    if records.describes_itself:
+    if records.describes_itself and all(fits(part.path, "*.csv") for part in records.source.parts):
         for name in schema.inputs:
             feature = schema.features[name]
-            if feature.stored_dtype == "string" and not feature.max_length:
-                features.setdefault(
-                    name, {"type": "bytes", **({"shape": list(feature.shape)} if feature.shape else {})}
-                )
-    inputs, targets = config.inputs or schema.inputs, config.targets or schema.targets
-    return dataclasses.replace(config, inputs=inputs, targets=targets, features=features)
+            if feature.stored_dtype == "string":
+                features.setdefault(name, {"type": "bytes"})
+    return dataclasses.replace(config, inputs=config.inputs or schema.inputs, features=features)
 
 
 def check_same_labels(records: Records, training: Records) -> None:

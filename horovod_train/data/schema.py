@@ -65,7 +65,7 @@ class ExpectedCount(NamedTuple):
 def find_schema(
     files: Sequence[str], config: DataConfig, setting: str, storage: Storage = DEFAULT, advice: str = ""
 ) -> Schema:
-    """Return the schema of these files: data.features if the config has them, else the dataset.json next to the files.
+    """Return the schema of these files: data.features, and the dataset.json next to them for what that leaves out.
 
     data.inputs and data.targets, if set, replace the file's. setting: names the files in messages. advice: for the
     error of files that nothing describes. Raises UserError.
@@ -73,7 +73,7 @@ def find_schema(
     features, inputs, targets = config.features, config.inputs, config.targets
     if features and not inputs:
         raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
-    if features:
+    if features and (is_whole(features, (*inputs, *targets)) or not _have_json(files, storage)):
         return parse_schema({"features": features, "inputs": list(inputs), "targets": list(targets)}, "data.features")
     json_paths = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
     for folder, json_path in json_paths.items():
@@ -98,10 +98,31 @@ def find_schema(
         count = schemas[path].counts.get(name) if path else None
         if path and count is not None:
             expected[folder] = ExpectedCount(count, path)
-    chosen = dataclasses.replace(
-        first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets, expected=expected
-    )
+    stored = {**first.features, **_changed(first, features)}
+    inputs_of, targets_of = tuple(inputs) or first.inputs, tuple(targets) or first.targets
+    chosen = dataclasses.replace(first, features=stored, inputs=inputs_of, targets=targets_of, expected=expected)
     return _check_roles(chosen, "data" if inputs or targets else first.where)
+
+
+def is_whole(features: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether data.features says of each of these names, and of all that it has, what is stored."""
+    return all(name in features for name in names) and all(
+        not isinstance(settings, Mapping) or "type" in settings for settings in features.values()
+    )
+
+
+def _have_json(files: Sequence[str], storage: Storage) -> bool:
+    return bool(files) and all(_find_json(folder, storage) for folder in {os.path.dirname(name) for name in files})
+
+
+def _changed(schema: Schema, features: Mapping[str, Any]) -> dict[str, Feature]:
+    """Return what data.features says of features: all with a type, else what it changes of the schema's."""
+    changed = {}
+    for name, settings in features.items():
+        if isinstance(settings, Mapping) and "type" not in settings and name in schema.features:
+            settings = {**settings_of(schema.features[name]), **settings}
+        changed[name] = parse_feature(settings, f"data.features: {name}")
+    return changed
 
 
 def schema_of_names(inputs: Sequence[str], targets: Sequence[str]) -> Schema:

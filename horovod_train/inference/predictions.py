@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train.errors import RunError, UserError
+from horovod_train.host import boot_id
 from horovod_train.output.files import Artifact, draft_of, remove, replace, zip_members
 
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -65,7 +66,11 @@ PREDICTIONS = Artifact(
     content_matches=lambda path: _is_csv_of_outputs(path) or "record.npy" in zip_members(path),
 )
 NO_NAMES = RecordNames()
-_DRAFT = Artifact("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
+_DRAFT = Artifact("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole", "host"))
+
+
+_HOST = "host"
+"""The file in a draft that names the host, by its boot id."""
 
 
 class Predictions:
@@ -98,6 +103,8 @@ class PredictionsFile(Predictions):
         try:
             _remove_left(path)
             self._folder.mkdir()
+            with (self._folder / _HOST).open("x") as file:
+                file.write(boot_id())
             self._locked = _lock(self._folder)
             for number, (name, spec) in enumerate(specs.items()):
                 self._arrays[name] = self._open(f"{number}.npy", *spec)
@@ -209,12 +216,17 @@ class PredictionsFile(Predictions):
 
 
 def _remove_left(path: Path) -> None:
-    """Remove unfinished predictions of this file whose process has ended, which may be as large as the file."""
+    """Remove unfinished predictions of this file whose process has ended on this host; they may be as large.
+
+    Locks of some network file systems are those of one host only.
+    """
     for folder in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        if (locked := _lock(folder)) is not None:
-            with contextlib.suppress(OSError):  # of what is not ours, too
-                remove(folder, _DRAFT)
-            os.close(locked)
+        with contextlib.suppress(OSError):  # of what is not ours, too
+            if (folder / _HOST).read_text() == boot_id() and (locked := _lock(folder)) is not None:
+                try:
+                    remove(folder, _DRAFT)
+                finally:
+                    os.close(locked)
 
 
 def _lock(folder: Path) -> int | None:

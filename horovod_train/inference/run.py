@@ -149,6 +149,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 
         with closing(file):
             _for_all(group, pipeline, outputs.steps_per_call, collect)
+            pipeline.check_used(len(group.union(pipeline.skipped)), records.setting)
             _write(group, file)
             return group.broadcast_object(file.written)
 
@@ -261,6 +262,7 @@ class Outputs:
         self._model, self._scaled, batch = model, pipeline.scaled, pipeline.scaled_spec
         self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
+        _check_texts(model, batch.inputs, where)
         try:
             outputs = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
@@ -305,6 +307,18 @@ class Outputs:
         rows = batch.ids.shape[0]
         named = _named(self._model, outputs).items()
         return {flat: _for_numpy(each, rows) for name, output in named for flat, each in _flat(name, output)}
+
+
+def _check_texts(model: keras.Model, given: Any, where: str) -> None:
+    """Raise UserError for an input that is text where the model takes numbers, or the other way round."""
+    specs = given if isinstance(given, Mapping) else {"": given}
+    declared = {one.name: one.dtype for one in _taken(model)} if _inputs(model) is not None else {}
+    if len(declared) == len(specs) == 1:
+        declared = dict(zip(specs, declared.values(), strict=True))
+    for name, spec in specs.items():
+        if name in declared and (spec.dtype == tf.string) != (declared[name] == "string"):
+            kind = "text" if spec.dtype == tf.string else spec.dtype.name
+            raise UserError(f"{where}: input {name or 'of the model'} is {kind}; the model takes {declared[name]}.")
 
 
 def _named(model: keras.Model, outputs: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from horovod_train.data.dataset import (
     scaled_dtypes,
     scan_records,
     with_class_names_of,
-    with_roles_of,
+    with_inputs_of,
 )
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.source import difference, names_of
@@ -243,7 +243,7 @@ def open_run(config: Config) -> Iterator[Run]:
         _introduce(group, config)
         data = _open_data(config, group)
         if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
-            found = with_roles_of(config.data, data["train"])
+            found = with_inputs_of(config.data, data["train"])
             config = dataclasses.replace(config, data=with_class_names_of(found, data["train"]))
         model = None
         if is_users(config.model.name):
@@ -374,11 +374,11 @@ def open_on_all_ranks(
 
 
 def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) -> dict[Split, Records]:
-    """Return the records of each split; inputs and targets are those of the first one."""
+    """Return the records of each split; the inputs are those of the first one."""
     opened: dict[Split, Records] = {}
     for split in splits:
         opened[split] = scan_records(config, split, needs_labels=needs_labels)
-        config = with_roles_of(config, opened[split])
+        config = with_inputs_of(config, opened[split])
     first, *further = opened.values()
     for records in further:
         check_same_labels(records, first)

@@ -199,13 +199,13 @@ def load_table(
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: is not a csv file: {error}.") from error
-    if len(lines) == 1 and may_be_empty:
-        return {name: np.empty(0, object) for name in lines[0][1]}
-    if len(lines) < 2:
+    if len(lines) < 2 - may_be_empty:
         raise UserError(f"{path}: expected a header and at least one record; it has {len(lines)} lines.")
     names = lines[0][1]
     if len(set(names)) < len(names):
         raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
+    if len(lines) == 1:
+        return {name: np.empty(0, object) for name in names}
     for number, row in lines[1:]:
         if len(row) != len(names):
             raise UserError(f"{path}:{number}: expected {len(names)} cells, as in the header; got {len(row)}.")

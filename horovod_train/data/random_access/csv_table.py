@@ -36,6 +36,8 @@ class CSVTable(FileStore):
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
         records = len(next(iter(table.values())))
+        if not records:
+            self.note = f"{path}: has a header and no record"
         if self._images and records:
             self.blocks = single_blocks(records, self.size / records)
         else:

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from horovod_train.config.paths import is_remote
-from horovod_train.data.files import check_regular, left_out_note, loose_files
+from horovod_train.data.files import check_regular, fits, left_out_note, loose_files
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
@@ -61,7 +61,7 @@ class NumpyArrays(FileStore):
             raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {reason}.") from error
         super().__init__(path, files, request.storage)
         if not is_remote(path) and os.path.isdir(path):
-            others = [name for name in loose_files(path) if not name.endswith(".npy")]
+            others = [name for name in loose_files(path) if not _is_array(name)]
             self.note = left_out_note(path, others, "*.npy, each a feature")
         self._arrays = by_name
         for name, array in by_name.items():
@@ -92,7 +92,7 @@ def is_numpy_folder(path: str, storage: Storage) -> bool:
 
 
 def _is_array(name: str) -> bool:
-    return name.endswith(".npy") and not name.startswith(".")
+    return fits(name, "*.npy") and not name.startswith(".")
 
 
 def _row_bytes(array: _Rows | np.ndarray) -> int:
@@ -100,8 +100,8 @@ def _row_bytes(array: _Rows | np.ndarray) -> int:
 
 
 def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
-    names = [name.removesuffix(".npy") for name in filter(_is_array, request.storage.names(path))]
-    files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(names, path)}
+    names = {name[: -len(".npy")]: name for name in filter(_is_array, request.storage.names(path))}
+    files = {name: os.path.join(path, names[name]) for name in request.choose(list(names), path)}
     for file in files.values():
         check_regular(file)
     return {name: _find_rows(file, 0, request.storage) for name, file in files.items()}, list(files.values())

@@ -393,7 +393,7 @@ def _as_bytes(values: np.ndarray) -> np.ndarray | None:
 
 
 def _as_dtype(values: np.ndarray, stored: str) -> np.ndarray | None:
-    """Return numbers in another dtype; None if one would have another value, but for floats that are rounded.
+    """Return numbers in another dtype; None if one would have another value, but for what floats round.
 
     Whole numbers stand for floats: of a column of floats one file may hold no others.
     """
@@ -404,10 +404,9 @@ def _as_dtype(values: np.ndarray, stored: str) -> np.ndarray | None:
         return None
     with np.errstate(over="raise"):
         try:
-            array = values.astype(stored)
+            return values.astype(stored)
         except FloatingPointError:
             return None
-    return array if kinds[0] == "f" or np.array_equal(array.astype(np.float64), values.astype(np.float64)) else None
 
 
 def _expected_form(feature: Feature) -> str:

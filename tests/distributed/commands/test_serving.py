@@ -150,6 +150,10 @@ def test_a_table_is_read_as_the_one_that_trained_and_its_records_have_their_numb
     record, whole, _ = predict("--data", tmp_path / "old.csv")
     assert record.tolist() == list(range(60))
     assert np.allclose(outputs, whole[held_out], atol=1e-6)
+    (tmp_path / "text.csv").write_text("zone,size,kind\n1,large,0\n")
+    refused = train(["predict", tmp_path / "run", "--data", tmp_path / "text.csv", "--out", tmp_path / "out.npz"])
+    assert refused.returncode == 2, refused.text
+    assert "size" in refused.stderr.splitlines()[-1]
     record, _, said = predict("--checkpoint", "6", "--data", tmp_path / "new.csv")
     assert record.tolist() == list(range(6))
     assert "data.eval: size is float32, and int64 in the training records; its scale and offset are the same" in said

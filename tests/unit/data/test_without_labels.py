@@ -15,7 +15,7 @@ from made_records import batches, example, write_file
 from made_stores import WRITERS
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import open_records, with_roles_of
+from horovod_train.data.dataset import open_records, with_inputs_of
 from horovod_train.data.pipeline import Ranks, build_pipeline
 from horovod_train.errors import UserError
 
@@ -96,9 +96,24 @@ def test_records_that_train_need_their_targets(tmp_path: Path) -> None:
         open_records(data, "eval")
 
 
+def test_records_of_another_kind_may_follow_a_table_with_texts(tmp_path: Path) -> None:
+    """What is declared of the table does not take the place of what dataset.json says of the rest."""
+    (tmp_path / "a.csv").write_text("word,x,y\na,1.5,0\nb,2.5,1\n")
+    trained_on = DataConfig(train=(str(tmp_path / "a.csv"),), targets=("y",))
+    data = with_inputs_of(trained_on, open_records(trained_on, "train"))
+    assert data.features == {"word": {"type": "bytes"}}
+    features = {"word": {"type": "bytes"}, "x": {"type": "float"}, "y": {"type": "int64"}}
+    write_file(tmp_path / "records" / "0.tfrecord", [example(word=[b"c"], x=[0.5], y=[1])])
+    (tmp_path / "dataset.json").write_text(json.dumps({"features": features, "inputs": ["x"], "targets": ["y"]}))
+    records = open_records(dataclasses.replace(data, eval=(str(tmp_path / "records"),)), "eval")
+    assert records.schema.inputs == ("word", "x")
+    changed = dataclasses.replace(data, features={"x": {"scale": 0.5}}, eval=(str(tmp_path / "records"),))
+    assert open_records(changed, "eval").schema.features["x"].scale == 0.5
+
+
 def test_records_with_a_column_more_than_those_of_training_give_the_same_inputs(tmp_path: Path) -> None:
     trained_on = DataConfig(train=(str(write_csv(tmp_path, ARRAYS)),), targets=("y",), weight="w")
     (tmp_path / "more").mkdir()
     more = write_csv(tmp_path / "more", {**ARRAYS, "note": ARRAYS["a"]})
-    data = with_roles_of(trained_on, open_records(trained_on, "train"))
+    data = with_inputs_of(trained_on, open_records(trained_on, "train"))
     assert open_records(dataclasses.replace(data, eval=(str(more),)), "eval").schema.inputs == ("a", "b")

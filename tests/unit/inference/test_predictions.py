@@ -14,6 +14,7 @@ import pytest
 from horovod_train.commands.cli import check_out
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.errors import RunError, UserError
+from horovod_train.host import boot_id
 from horovod_train.inference import predictions
 from horovod_train.inference.predictions import PREDICTIONS, Predictions, RecordNames, Specs, open_predictions
 from horovod_train.inference.run import _write
@@ -81,11 +82,14 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tm
     with closing(open_predictions(str(tmp_path / "out.npz"), SPECS, 5, is_root=True)):
         (under_way,) = tmp_path.iterdir()
         left = tmp_path / ".out.npz.0123abcd.partial"
-        of_others = [tmp_path / ".more.npz.0123abcd.partial", tmp_path / ".out.npz.3210abcd.partial"]
+        names = ("more.npz.0123abcd", "out.npz.3210abcd", "out.npz.aaaabbbb")
+        of_others = [tmp_path / f".{name}.partial" for name in names]
         for folder in (left, *of_others):
             folder.mkdir()
             (folder / "0.npy").touch()
+            (folder / "host").write_text(boot_id())
         (of_others[1] / "notes.txt").touch()
+        (of_others[2] / "host").write_text("another")
         write(tmp_path / "out.npz", [[4, 2, 0, 3, 1]], 5)
         assert set(tmp_path.iterdir()) == {under_way, *of_others, tmp_path / "out.npz"}
 
