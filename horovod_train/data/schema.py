@@ -71,9 +71,9 @@ def find_schema(
     error of files that nothing describes. Raises UserError.
     """
     features, inputs, targets = config.features, config.inputs, config.targets
-    if features and not inputs:
-        raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
-    if features and (is_whole(features, (*inputs, *targets)) or not _have_json(files, storage)):
+    if features and (_is_whole(features, (*inputs, *targets)) or not _have_json(files, storage)):
+        if not inputs:
+            raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
         return parse_schema({"features": features, "inputs": list(inputs), "targets": list(targets)}, "data.features")
     json_paths = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
     for folder, json_path in json_paths.items():
@@ -104,7 +104,7 @@ def find_schema(
     return _check_roles(chosen, "data" if inputs or targets else first.where)
 
 
-def is_whole(features: Mapping[str, Any], names: Sequence[str]) -> bool:
+def _is_whole(features: Mapping[str, Any], names: Sequence[str]) -> bool:
     """Return whether data.features says of each of these names, and of all that it has, what is stored."""
     return all(name in features for name in names) and all(
         not isinstance(settings, Mapping) or "type" in settings for settings in features.values()

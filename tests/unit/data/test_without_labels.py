@@ -107,8 +107,10 @@ def test_records_of_another_kind_may_follow_a_table_with_texts(tmp_path: Path) -
     (tmp_path / "dataset.json").write_text(json.dumps({"features": features, "inputs": ["x"], "targets": ["y"]}))
     records = open_records(dataclasses.replace(data, eval=(str(tmp_path / "records"),)), "eval")
     assert records.schema.inputs == ("word", "x")
-    changed = dataclasses.replace(data, features={"x": {"scale": 0.5}}, eval=(str(tmp_path / "records"),))
+    changed = dataclasses.replace(trained_on, features={"x": {"scale": 0.5}}, eval=(str(tmp_path / "records"),))
     assert open_records(changed, "eval").schema.features["x"].scale == 0.5
+    with pytest.raises(UserError, match=r"data\.inputs: must name the features that the model gets, of x"):
+        open_records(dataclasses.replace(changed, features={"x": {"type": "float"}, "y": "int64"}), "eval")
 
 
 def test_records_with_a_column_more_than_those_of_training_give_the_same_inputs(tmp_path: Path) -> None:
