@@ -51,7 +51,9 @@ def test_images_of_other_kinds_are_counted_and_some_are_named(photos: Path) -> N
 
 def test_hidden_files_are_no_records(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "._0.png").write_bytes(b"\0\5\x16\7 of macOS")
+    (photos / "@eaDir" / "0.jpg").mkdir(parents=True)
     assert open_records(config(photos, features=IMAGE), "train").num_records == 6
+    assert open_records(config(photos, features=IMAGE), "train").schema.class_names["label"] == ("cat", "dog")
     arrays = Path(write_npy(tmp_path, ARRAYS))
     (arrays / "._x.npy").write_bytes(b"\0\5\x16\7 of macOS")
     assert open_records(config(arrays, targets=("y",)), "train").schema.inputs == ("x",)
