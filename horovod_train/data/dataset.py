@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.reader import find_buckets
 from horovod_train.data.sampler import Buckets, Order, Plan
 from horovod_train.data.schema import (
+    Feature,
     Schema,
     check_same_classes,
     check_weight,
@@ -283,13 +284,10 @@ def with_inputs_of(config: DataConfig, records: Records) -> DataConfig:
     Left to its default, data.inputs would mean other features where those have one more. Texts of CSV files are
     declared, because in another file all of a column may read as numbers.
     """
-    schema, features = records.schema, dict(config.features)
+    schema, texts = records.schema, dict[str, Any]()
     if records.describes_itself and all(fits(part.path, "*.csv") for part in records.source.parts):
-        for name in schema.inputs:
-            feature = schema.features[name]
-            if feature.stored_dtype == "string":
-                features.setdefault(name, {"type": "bytes"})
-    return dataclasses.replace(config, inputs=config.inputs or schema.inputs, features=features)
+        texts = {name: {"type": "bytes"} for name in schema.inputs if schema.features[name] == Feature("bytes")}
+    return dataclasses.replace(config, inputs=config.inputs or schema.inputs, features={**texts, **config.features})
 
 
 def check_same_labels(records: Records, training: Records) -> None:
@@ -319,7 +317,7 @@ def other_kinds(records: Records, trained: Mapping[str, str], where: str) -> Ite
 def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
     """Return the config with the class names of its only target, where the records have them, as folders of images do.
 
-    TFRecords have theirs in dataset.json, which data.features would replace.
+    TFRecords have theirs in dataset.json.
     """
     schema = records.schema
     feature = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None

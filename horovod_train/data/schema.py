@@ -71,11 +71,13 @@ def find_schema(
     error of files that nothing describes. Raises UserError.
     """
     features, inputs, targets = config.features, config.inputs, config.targets
-    if features and (_is_whole(features, (*inputs, *targets)) or not _have_json(files, storage)):
+    is_whole = _is_whole(features, (*inputs, *targets))
+    folders = set() if is_whole else {os.path.dirname(name) for name in files}
+    json_paths = {folder: _find_json(folder, storage) for folder in folders}
+    if features and (is_whole or not json_paths or None in json_paths.values()):
         if not inputs:
             raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
         return parse_schema({"features": features, "inputs": list(inputs), "targets": list(targets)}, "data.features")
-    json_paths = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
     for folder, json_path in json_paths.items():
         if json_path is None:
             raise UserError(
@@ -105,14 +107,9 @@ def find_schema(
 
 
 def _is_whole(features: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether data.features says of each of these names, and of all that it has, what is stored."""
-    return all(name in features for name in names) and all(
-        not isinstance(settings, Mapping) or "type" in settings for settings in features.values()
-    )
-
-
-def _have_json(files: Sequence[str], storage: Storage) -> bool:
-    return bool(files) and all(_find_json(folder, storage) for folder in {os.path.dirname(name) for name in files})
+    """Return whether data.features has each of these names, and says what is stored of all that it has."""
+    typed = (not isinstance(settings, Mapping) or "type" in settings for settings in features.values())
+    return bool(features) and features.keys() >= set(names) and all(typed)
 
 
 def _changed(schema: Schema, features: Mapping[str, Any]) -> dict[str, Feature]:

@@ -66,11 +66,9 @@ PREDICTIONS = Artifact(
     content_matches=lambda path: _is_csv_of_outputs(path) or "record.npy" in zip_members(path),
 )
 NO_NAMES = RecordNames()
-_DRAFT = Artifact("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole", "host"))
-
-
 _HOST = "host"
 """The file in a draft that names the host, by its boot id."""
+_DRAFT = Artifact("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole", _HOST))
 
 
 class Predictions:
@@ -216,9 +214,9 @@ class PredictionsFile(Predictions):
 
 
 def _remove_left(path: Path) -> None:
-    """Remove unfinished predictions of this file whose process has ended on this host; they may be as large.
+    """Remove unfinished predictions of this file, and the room they reserve, whose process has ended on this host.
 
-    Locks of some network file systems are those of one host only.
+    Not of other hosts: some network file systems keep locks for one host only.
     """
     for folder in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         with contextlib.suppress(OSError):  # of what is not ours, too

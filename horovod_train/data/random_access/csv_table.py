@@ -26,7 +26,7 @@ class CSVTable(FileStore):
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
             column = self._columns[name]
-            if column.dtype != object and len(column):
+            if column.dtype != object:
                 raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
             paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
             for record, file in enumerate(paths):

@@ -393,7 +393,7 @@ def _as_bytes(values: np.ndarray) -> np.ndarray | None:
 
 
 def _as_dtype(values: np.ndarray, stored: str) -> np.ndarray | None:
-    """Return numbers in another dtype; None if one would have another value, but for what floats round.
+    """Return numbers in another dtype, rounded if it is one of floats; None if it does not hold them.
 
     Whole numbers stand for floats: of a column of floats one file may hold no others.
     """
