@@ -255,7 +255,7 @@ def _build_feature(name: str, values: np.ndarray, defaults: Mapping[str, Any], s
 
 def _stored_form(where: str, values: np.ndarray, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return type and shape of what the records hold."""
-    value = values[0]
+    value = values.flat[0] if values.size else values[0]
     shape = list(values.shape[1:])
     if isinstance(value, np.ndarray) and values.dtype == object:
         if "shape" not in settings:

@@ -196,4 +196,8 @@ def _own(value: Any) -> Any:
     """Return a copy of a record's feature: a class may use its arrays again. Raises ValueError for masked values."""
     if np.ma.is_masked(value):
         raise ValueError("it has masked values, which are no numbers")
-    return value if isinstance(value, bytes | str) else np.array(value)
+    if isinstance(value, bytes | str):
+        return value
+    array = np.array(value)
+    is_cut = array.dtype.kind == "S" and not isinstance(value, np.ndarray)  # numpy's own texts end at their last zero
+    return np.array(value, object) if is_cut else array

@@ -58,6 +58,18 @@ class Lists(WithBuffer):
         return {"x": [1] * (9 if self.has_grown and record == 1 else 3), "y": record}
 
 
+class Packed(WithBuffer):
+    """Gives bytes that end in zeros, in lists."""
+
+    def __getitem__(self, record: int) -> dict[str, Any]:
+        return {"x": [b"ab\0", b"\0\0"], "y": record}
+
+
+class ManyPacked(Packed):
+    def read(self, records: np.ndarray) -> dict[str, Any]:
+        return {"x": [self[0]["x"]] * len(records), "y": records}
+
+
 def data_of(source: type, **values: Any) -> Any:
     return config("here", source=Spec(f"test_users:{source.__name__}"), targets=("y",), **values)
 
@@ -66,6 +78,12 @@ def data_of(source: type, **values: Any) -> Any:
 def test_a_class_may_use_its_arrays_again(source: type) -> None:
     for batch in batches(pipeline(data_of(source))):
         assert np.array_equal(batch.inputs, np.repeat(np.asarray(batch.targets, np.float32)[:, None], 3, axis=1))
+
+
+@pytest.mark.parametrize("source", [Packed, ManyPacked])
+def test_bytes_in_lists_keep_the_zeros_at_their_ends(source: type) -> None:
+    for batch in batches(pipeline(data_of(source))):
+        assert np.asarray(batch.inputs).tolist() == [[b"ab\0", b"\0\0"]] * len(batch.ids)
 
 
 def test_masked_values_are_none(tmp_path: Path) -> None:
