@@ -149,7 +149,10 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 
         with closing(file):
             _for_all(group, pipeline, outputs.steps_per_call, collect)
-            pipeline.check_used(len(group.union(pipeline.skipped)), records.setting)
+            skipped = len(group.union(pipeline.skipped))
+            pipeline.check_used(skipped, records.setting)
+            if skipped:
+                log.warning(f"{records.setting}: data.on_bad_record: skip leaves {skipped} of its records out of {out}")
             _write(group, file)
             return group.broadcast_object(file.written)
 

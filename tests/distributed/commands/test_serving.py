@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from conftest import Finished, metrics_of, run_process, split_records, summary_of, train
@@ -154,6 +155,11 @@ def test_a_table_is_read_as_the_one_that_trained_and_its_records_have_their_numb
     refused = train(["predict", tmp_path / "run", "--data", tmp_path / "text.csv", "--out", tmp_path / "out.npz"])
     assert refused.returncode == 2, refused.text
     assert "size" in refused.stderr.splitlines()[-1]
+    lacking = pyarrow.table({"zone": ["1", "1", "2"], "size": [2, None, 3], "kind": [0, 0, 0]})
+    pyarrow.parquet.write_table(lacking, tmp_path / "lacking.parquet")
+    record, _, said = predict("data.on_bad_record=skip", "--data", tmp_path / "lacking.parquet")
+    assert record.tolist() == [0, 2]
+    assert "data.eval: data.on_bad_record: skip leaves 1 of its records out of" in said
     record, _, said = predict("--checkpoint", "6", "--data", tmp_path / "new.csv")
     assert record.tolist() == list(range(6))
     assert "data.eval: size is float32, and int64 in the training records; its scale and offset are the same" in said
