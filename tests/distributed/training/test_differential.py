@@ -24,8 +24,7 @@ IN_ONE_LAUNCH = 40
 
 CORE = {
     1: [
-        *("mask, sum, weights", "two losses, metrics by output", "constraint", "function as metric", "short names"),
-        *("Dice", "schedule", "optimizer MultiOptimizer", "IntegerLookup", "own train_step that draws"),
+        *("mask, sum, weights", "function as metric", "Dice", "optimizer MultiOptimizer", "own train_step that draws"),
     ],
     3: [
         *("plain", "mask, mean_with_sample_weight, weights", "own train_step, weights"),
@@ -34,11 +33,12 @@ CORE = {
 }
 """By ranks. One has those that ranks have no part in, or that are of a kind that three have."""
 LONG = {
+    1: ["two losses, metrics by output", "constraint", "short names", "schedule", "IntegerLookup"],
     3: [
         *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
         *("metrics of states that are no sums", "XLA, mask", "loss of losses", "own compute_loss, private sum"),
         "BatchNormalization, synchronised, accumulated",
-    ]
+    ],
 }
 
 

@@ -129,7 +129,7 @@ def test_epochs_differ_and_are_repeated_exactly(folder: Path, tmp_path: Path) ->
     assert widths != sorted(widths), "the steps of a pool come in a random order"
 
 
-@pytest.mark.parametrize("first_step", [1, 7, 8, 30, 31])
+@pytest.mark.parametrize("first_step", [1, 8, *(pytest.param(more, marks=pytest.mark.long) for more in (7, 30, 31))])
 def test_a_pass_may_begin_at_any_step(folder: Path, tmp_path: Path, first_step: int) -> None:
     made = pipeline(data_of(folder, tmp_path, bucket_steps=8), batch=32)
     rest, whole = batches(made, epoch=1, first_step=first_step), batches(made, epoch=1)[first_step:]

@@ -313,8 +313,15 @@ def bad_file(name: str) -> bytes:
     }[name]
 
 
-@pytest.mark.parametrize("name", ["cut", "no image", "empty", "only its start"])
-@pytest.mark.parametrize("augment", [(), AUGMENT])
+@pytest.mark.parametrize(
+    ("name", "augment"),
+    [
+        ("cut", AUGMENT),
+        ("no image", ()),
+        *(pytest.param(name, (), marks=pytest.mark.long) for name in ("cut", "empty", "only its start")),
+        *(pytest.param(name, AUGMENT, marks=pytest.mark.long) for name in ("no image", "empty", "only its start")),
+    ],
+)
 def test_a_bad_image_is_named_or_skipped(tmp_path: Path, name: str, augment: tuple[Spec, ...]) -> None:
     files = [file_of(picture(seed=number)) for number in range(12)]
     files[7] = bad_file(name)
@@ -327,7 +334,7 @@ def test_a_bad_image_is_named_or_skipped(tmp_path: Path, name: str, augment: tup
     assert len(skipping.skipped) == 1
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("kind", ["JPEG", pytest.param("PNG", marks=pytest.mark.long)])
 @pytest.mark.parametrize("augment", [(), AUGMENT])
 def test_an_image_of_one_pixel_is_of_its_colour(tmp_path: Path, kind: str, augment: tuple[Spec, ...]) -> None:
     file = file_of(Image.new("RGB", (1, 1), (200, 100, 50)), kind)

@@ -73,7 +73,10 @@ def test_folds_are_those_of_any_seed_and_other_folds_are_other_data(stored: dict
     assert len({*digests, open_records(DataConfig(**stored), "train").digest}) == 5
 
 
-@pytest.mark.parametrize(("fraction", "held_out"), [(0.2, 14), (0.5, 35), (0.9, 63), (0.001, 1)])
+@pytest.mark.parametrize(
+    ("fraction", "held_out"),
+    [(0.2, 14), (0.001, 1), *(pytest.param(*more, marks=pytest.mark.long) for more in [(0.5, 35), (0.9, 63)])],
+)
 def test_a_fraction_is_evaluated_and_the_rest_trained_on(
     stored: dict[str, Any], fraction: float, held_out: int
 ) -> None:

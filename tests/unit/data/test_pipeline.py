@@ -117,7 +117,7 @@ def test_one_epoch_is_taken_in_calls_of_at_most_so_many_steps(images: Path) -> N
     assert sorted(numbers[numbers >= 0].tolist()) == list(range(RECORDS))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("size", [3, 16, *(pytest.param(more, marks=pytest.mark.long) for more in (1, 2, 4))])
 @pytest.mark.parametrize("drop_remainder", [False, True], ids=["", "drop_remainder"])
 def test_a_step_has_as_many_records_as_its_size_says(images: Path, size: int, drop_remainder: bool) -> None:
     """Steps of 16 but the last, of 6: some of 16 ranks have none then. A size is full where every rank's is."""

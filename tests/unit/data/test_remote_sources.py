@@ -197,7 +197,9 @@ def test_rows_know_where_they_are_in_the_file(tmp_path: Path) -> None:
 # --- failures and bad input ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["hdf5", "npy", "parquet", "feather"])
+@pytest.mark.parametrize(
+    "form", ["hdf5", "parquet", *(pytest.param(more, marks=pytest.mark.long) for more in ("npy", "feather"))]
+)
 def test_requests_that_fail_are_repeated_and_end_the_reading_in_one_line(
     form: str, tmp_path: Path, asked: list[Callable[[str], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,9 @@ def test_a_mask_of_another_size_keeps_its_classes(tmp_path: Path, resize: str) -
         assert not differs(batch)
 
 
-@pytest.mark.parametrize("first", ["flip", "random_crop", "random_resized_crop"])
+@pytest.mark.parametrize(
+    "first", ["random_resized_crop", *(pytest.param(name, marks=pytest.mark.long) for name in ("flip", "random_crop"))]
+)
 def test_image_and_mask_change_together(tmp_path: Path, first: str) -> None:
     augment = (Spec(first), Spec("flip", {"direction": "vertical"}), Spec("random_crop", {"padding": 2}))
     folder = make_masks(tmp_path)

@@ -68,7 +68,12 @@ def test_rows_after_the_end_repeat_the_first_record_and_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "epoch", "first_step"), [("uneven", 1, 1), ("uneven", 1, 16), ("shuffled", 0, 3), ("shuffled", 1, 3)]
+    ("name", "epoch", "first_step"),
+    [
+        ("uneven", 1, 16),
+        ("shuffled", 1, 3),
+        *(pytest.param(*more, marks=pytest.mark.long) for more in [("uneven", 1, 1), ("shuffled", 0, 3)]),
+    ],
 )
 def test_a_pass_from_a_step_gives_what_the_whole_pass_gives_from_there(name: str, epoch: int, first_step: int) -> None:
     for made in pipelines(name, 3, rows=4):

@@ -79,7 +79,7 @@ def spoil(model: keras.Model, filepath: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("saves_before", [0, 2])
+@pytest.mark.parametrize("saves_before", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_kill_anywhere_in_a_save_leaves_the_save_before_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves_before: int, double: bool
 ) -> None:

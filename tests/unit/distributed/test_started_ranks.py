@@ -96,14 +96,20 @@ WITH_A_TRAP = "trap 'exit 75' TERM INT; {}; true"
 @pytest.mark.parametrize(
     ("start", "script", "number"),
     [
-        *(
-            (by_launch, script, number)
-            for script in ("exec {}", "{}; true", WITH_A_TRAP, "({}; true); true")
-            for number in (signal.SIGTERM, signal.SIGINT)
-        ),
-        (start_by_mpirun, "{}; true", signal.SIGINT),
+        (by_launch, "exec {}", signal.SIGINT),
+        (by_launch, WITH_A_TRAP, signal.SIGTERM),
         (start_by_mpirun, WITH_A_TRAP, signal.SIGTERM),
-        (start_by_mpirun, "({}; true); true", signal.SIGTERM),
+        *(
+            pytest.param(start, script, number, marks=pytest.mark.long)
+            for start, script, number in [
+                (by_launch, "exec {}", signal.SIGTERM),
+                (by_launch, WITH_A_TRAP, signal.SIGINT),
+                *((by_launch, "{}; true", number) for number in (signal.SIGTERM, signal.SIGINT)),
+                *((by_launch, "({}; true); true", number) for number in (signal.SIGTERM, signal.SIGINT)),
+                (start_by_mpirun, "{}; true", signal.SIGINT),
+                (start_by_mpirun, "({}; true); true", signal.SIGTERM),
+            ]
+        ),
     ],
 )
 def test_ranks_of_a_shell_get_a_signal_once_and_may_save(

@@ -327,8 +327,14 @@ print("lost to", held.lost)
 """
 
 
-@pytest.mark.parametrize("when", ["written", "refreshed"])
-@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize(
+    ("when", "has_ended"),
+    [
+        ("written", True),
+        ("refreshed", False),
+        *(pytest.param(*more, marks=pytest.mark.long) for more in [("written", False), ("refreshed", True)]),
+    ],
+)
 def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path, has_ended: bool, when: str) -> None:
     frozen = subprocess.Popen([sys.executable, "-c", FROZEN, tmp_path, when], stdout=subprocess.PIPE, text=True)
     try:

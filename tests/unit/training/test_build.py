@@ -520,7 +520,7 @@ def test_what_the_forward_pass_assigns_counts_as_the_whole_step_of_a_rank(
     assert np.allclose(norm.moving_mean, 3.0)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [

@@ -244,7 +244,13 @@ EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("metric", "word", "changed"), EVALUATED_OTHERWISE.values(), ids=EVALUATED_OTHERWISE)
+@pytest.mark.parametrize(
+    ("metric", "word", "changed"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in ("nothing", "penalty", "metrics") else pytest.mark.long)
+        for name, case in EVALUATED_OTHERWISE.items()
+    ],
+)
 def test_best_values_that_mean_something_else_now_are_forgotten(
     tmp_path: Path, said: list[str], metric: str, word: str, changed: str
 ) -> None:
