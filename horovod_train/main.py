@@ -30,6 +30,7 @@ from horovod_train.commands.cli import (
     EXAMPLE,
     Parser,
     add_config_arguments,
+    config_of_a_copy,
     describe_example,
     installed_version,
     load_config,
@@ -198,6 +199,8 @@ def _train(argv: Sequence[str]) -> int:
         if missing := missing_data(config, origins):
             raise UserError(missing[0])
         check_paths(config, output_dir, launch)
+    if launch.rank == 0 and (line := config_of_a_copy(config, origins)):
+        to_stderr(line)
     return _run(config, launch)
 
 

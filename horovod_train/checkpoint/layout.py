@@ -33,8 +33,15 @@ CHECKPOINTS = "checkpoints"
 BEST = "best"
 """Symbolic link, next to the checkpoints, to the best one. For people: every manifest records the best step."""
 
+FORMER_BEST = f"former-{BEST}-"
+"""What links to former best ones begin with, before the name of each; these are never removed. After them the best was
+sought anew, because the value came to mean something else."""
+
 STEP_NAME = r"step-\d{9,}"
 """Pattern of the names of checkpoints."""
+
+SUMMARY = "summary.json"
+"""File of a run directory, there while the run is at its end: after the last step, or where it was stopped."""
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -105,14 +112,14 @@ class Facts:
     {} if they follow schedules."""
     class_names: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """The names of classes in the training records, by feature."""
-    scaled_dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The dtype in which the training records store each feature that has scale or offset."""
+    features: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """What the training records hold, as data.features says it; {} of streams, and of versions that did not keep it."""
     began_at: str = ""
     """The path in checkpoint.resume at which the run began; "" if at none."""
     eval_data: str = ""
     """Digest of the evaluation records; "" if there are none, or none is known."""
     contents: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What layers held besides weights when that start began, as training.initial_state.contents says it: digests."""
+    """What the model computed with besides weights when that start began: digests of contents, options, code."""
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the model got of a record, as data.model_inputs packs it; {} of versions that did not keep it."""
 
@@ -125,12 +132,21 @@ class Facts:
             value = value[key] if isinstance(value, Mapping) and key in value else default
         return value
 
-    def changes(self, config: Config, keys: Sequence[str] = ()) -> dict[str, str]:
+    def changes(
+        self, config: Config, keys: Sequence[str] = (), features: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, str]:
         """Return how settings differ from those of the run that wrote it, by `section.key`, as "then → now".
 
-        keys: the settings and sections to compare; default: all that matter to the result of the run.
+        keys: the settings and sections to compare; default: all that matter to the result of the run. features: of the
+        records that there are now; data.features then stands for what the records of both have, wherever it is said.
         """
         then, now = {**_flat(as_dict(Config())), **_flat(self.config)}, _flat(as_dict(config))
+        if features is not None and self.features:
+            common = sorted(features.keys() & self.features.keys())
+            for flat, known in ((then, self.features), (now, features)):
+                for path in [path for path in flat if _is_in(path, ["data.features"])]:
+                    del flat[path]
+                flat |= _flat({"data": {"features": {name: known[name] for name in common}}})
         changed = {
             path: (then.get(path, _UNSET), now.get(path, _UNSET))
             for path in {**then, **now}
@@ -138,7 +154,7 @@ class Facts:
         }
         nothing: list[Any] = [_UNSET, None, {}, []]
         return {
-            path: f"{_shown(old)} → {_shown(new)}"
+            path: _difference(old, new)
             for path, (old, new) in changed.items()
             if old != new and not (old in nothing and new in nothing)
         }
@@ -168,11 +184,28 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(by_key(json.loads(json.dumps(config, default=str))))
 
 
-def _shown(value: Any) -> str:
+def _difference(then: Any, now: Any) -> str:
+    """Return both values, "then → now"; of long ones a part that holds where they begin to differ."""
+    if isinstance(then, list) and isinstance(now, list):
+        same = {json.dumps(value) for value in then} & {json.dumps(value) for value in now}
+        if len(same) < max(len(then), len(now)):  # else only the order differs
+            then, now = ([value for value in values if json.dumps(value) not in same] for values in (then, now))
+    texts = [_text(value) for value in (then, now)]
+    pairs = enumerate(zip(*texts, strict=False))
+    common = next((place for place, (a, b) in pairs if a != b), min(map(len, texts)))
+    begin = max(0, common - _MOST_SHOWN // 3) if max(map(len, texts)) > _MOST_SHOWN else 0
+    return " → ".join(_cut(text, begin) for text in texts)
+
+
+def _text(value: Any) -> str:
     if value is _UNSET:
         return "unset"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(text: str, begin: int) -> str:
+    shown = f"…{text[begin:]}" if begin else text
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True)
@@ -430,7 +463,22 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         return ResumePoint(start, {})
     if checkpoint is None and damaged:
         _raise_all_damaged(folder, resume, damaged)
+    if checkpoint is None and (steps := _steps_of_a_run_that_ended(folder.parent)):
+        raise UserError(
+            f"output_dir: {folder.parent} has the metrics of a run that came to step {steps}, but not its checkpoints, "
+            f"and beginning there anew would remove them. Bring {folder} back, choose another --output-dir, or say so: "
+            "--resume never."
+        )
     return ResumePoint(checkpoint, damaged)
+
+
+def _steps_of_a_run_that_ended(run_dir: Path) -> int:
+    """Return the steps that the summary of a run tells, which is written after its last checkpoint; 0 without one."""
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_bytes())
+        return int(summary["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _may_be_whole(damage: Damaged) -> bool:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from horovod_train.checkpoint.layout import (
     BEST,
     CHECKPOINTS,
+    FORMER_BEST,
     MANIFEST,
     PREFIX,
     STEP_NAME,
@@ -44,7 +45,10 @@ _INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
 _CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
 _HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
 _LINK = Artifact(
-    "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
+    "a link to a checkpoint",
+    rf"\.?{BEST}|{FORMER_BEST}{STEP_NAME}",
+    "link",
+    content_matches=lambda path: step_of(os.readlink(path)) is not None,
 )
 
 SLOWEST_BYTES_PER_S = 50e6
@@ -82,6 +86,9 @@ class Store:
         auto renames newer damaged ones and reports that.
         """
         return None
+
+    def seek_best_anew(self) -> None:
+        """Keep the best checkpoint of before, if there is one: no best evaluation is known when the run starts."""
 
     def rewind(self, step: int) -> None:
         """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
@@ -170,6 +177,9 @@ class CheckpointStore(Store):
         self._last_whole = None if checkpoint is None else checkpoint.folder
         return checkpoint
 
+    def seek_best_anew(self) -> None:
+        self.checkpoints.former_best = self.checkpoints.linked_best()
+
     def rewind(self, step: int) -> None:
         path = self.checkpoints.folder
         try:
@@ -257,7 +267,7 @@ class CheckpointStore(Store):
             steps = self.checkpoints.steps()
             # Without a best: that of an earlier start, whose checkpoint.best was another.
             best = self.checkpoints.linked_best() if facts.best is None else self._mark_best(facts.best.step)
-            kept_steps = {facts.step, best, *steps[: self.keep]}
+            kept_steps = {facts.step, best, *self.checkpoints.former_bests().values(), *steps[: self.keep]}
             self.checkpoints.remove(step for step in steps if step not in kept_steps)
         except OSError as error:
             log.warning(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
@@ -291,6 +301,8 @@ class CheckpointSet:
 
     def __init__(self, folder: Path, is_ours: Callable[[], bool]) -> None:
         self.folder, self._is_ours = folder, is_ours
+        self.former_best: int | None = None
+        """The step of a linked best that the run does not compare with; its link gets another name with the next."""
         # The suffix is unique: a run that lost this folder to another run must not write into the other run's save.
         self._partial_suffix = f".{secrets.token_hex(4)}.partial"
 
@@ -333,6 +345,8 @@ class CheckpointSet:
         """
         link = self.folder / BEST
         if self.path_of(step).exists():
+            if self.former_best is not None and self.linked_best() == self.former_best != step:
+                replace(link, link.with_name(f"{FORMER_BEST}{step_name(self.former_best)}"), _LINK)
             draft = link.with_name(f".{BEST}")
             remove(draft, _LINK)
             draft.symlink_to(step_name(step))
@@ -344,6 +358,11 @@ class CheckpointSet:
         """Return the step that the link to the best points at; None if there is no link."""
         link = self.folder / BEST
         return step_of(os.readlink(link)) if link.is_symlink() else None
+
+    def former_bests(self) -> dict[Path, int | None]:
+        """Return the links to former best ones, and the steps that they point at."""
+        links = [link for link in self.folder.glob(f"{FORMER_BEST}*") if link.is_symlink()]
+        return {link: step_of(os.readlink(link)) for link in links}
 
     def remove(self, steps: Iterable[int]) -> None:
         """Remove as many of these checkpoints as possible. Raises OSError for the first that cannot be removed."""
@@ -361,11 +380,11 @@ class CheckpointSet:
             raise failures[0]
 
     def _forget_best(self, step: int) -> None:
-        """Remove the link if it points at this step, so that it never dangles."""
-        link = self.folder / BEST
+        """Remove links that point at this step, so that none dangles."""
         with suppress(OSError):
-            if step_of(os.readlink(link)) == step:
-                remove(link, _LINK)
+            for link, linked in {self.folder / BEST: self.linked_best(), **self.former_bests()}.items():
+                if linked == step:
+                    remove(link, _LINK)
 
     def set_aside(self, step: int, suffix: str) -> Path:
         """Rename a checkpoint to `….suffix`, which later reads ignore; return its new path."""

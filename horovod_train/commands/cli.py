@@ -238,6 +238,19 @@ def require_output_dir(config: Config) -> str:
     return config.output_dir
 
 
+def config_of_a_copy(config: Config, origins: Origins) -> str:
+    """Return a line if output_dir is said by the config.yaml of another run directory, as of a copy; else ""."""
+    file = Path(origins.get("output_dir", "").rpartition(":")[0])
+    folder, output_dir = file.parent, config.output_dir or ""
+    is_of_a_run = file.name == "config.yaml" and (folder / CHECKPOINTS).is_dir()
+    if not is_of_a_run or (os.path.exists(output_dir) and os.path.samefile(folder, output_dir)):
+        return ""
+    return (
+        f"warning: {file}: output_dir: the run is that in {output_dir}, and {folder} stays as it is. To go on there "
+        f"instead: --output-dir {folder}"
+    )
+
+
 def require_resume(config: Config) -> None:
     """Raise UserError if a job that is started again would not go on from its checkpoints."""
     if config.checkpoint.resume == "never":

@@ -66,8 +66,8 @@ def _build(config: Config, outlook: Outlook | None, device: Device) -> tuple[Siz
 def _check_resume(train: BatchSource, outlook: Outlook) -> None:
     """Raise UserError if the run would refuse the checkpoint that it resumes from because of its data."""
     if outlook.start:
-        check_held_out(outlook.config.data, outlook.start)
-        check_position(train, outlook.start)
+        check_held_out(outlook.config, train, outlook.start)
+        check_position(outlook.config, train, outlook.start)
 
 
 def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:

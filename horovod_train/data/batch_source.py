@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.model_inputs import ModelInputs
+from horovod_train.data.schema import Feature
 from horovod_train.data.subsets import DataSet
 from horovod_train.errors import UserError
 
@@ -234,8 +235,8 @@ class BatchSource(ABC):
     """The data sets that the records are from."""
     class_names: Mapping[str, Sequence[str]]
     """The names of classes, by feature; none of a stream."""
-    scaled_dtypes: Mapping[str, str]
-    """The dtype in which each feature with scale or offset is stored; none of a stream."""
+    features: Mapping[str, Feature]
+    """What the records hold, by name; none of a stream."""
     files: str
     """The parts as source.pack packs them; "" if there are none."""
     order_settings: str

@@ -30,6 +30,7 @@ from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.reader import find_buckets
 from horovod_train.data.sampler import Buckets, Order, Plan
 from horovod_train.data.schema import (
+    NO_SCALE,
     Feature,
     Schema,
     check_same_classes,
@@ -295,22 +296,23 @@ def check_same_labels(records: Records, training: Records) -> None:
     check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
 
 
-def scaled_dtypes(schema: Schema) -> dict[str, str]:
-    """Return the dtype in which each feature with scale or offset is stored."""
-    scaled = {name: each for name, each in schema.features.items() if (each.scale, each.offset) != (None, None)}
-    return {name: feature.stored_dtype for name, feature in scaled.items()}
+def other_kinds(records: Records, trained: Mapping[str, Feature], where: str) -> Iterator[str]:
+    """Yield a sentence for each feature that a model would get in another range than it was trained on.
 
-
-def other_kinds(records: Records, trained: Mapping[str, str], where: str) -> Iterator[str]:
-    """Yield a sentence for each scaled feature that is of integers in one and of floats in the other.
-
-    trained: the `scaled_dtypes` of the training records, which `where` names.
+    Either its scale and offset are others, or they are the same for integers here and floats there, or the reverse.
+    trained: the features of the training records, which `where` names.
     """
-    for name, dtype in scaled_dtypes(records.schema).items():
-        if name in trained and ("float" in dtype) != ("float" in trained[name]):
+    for name, here in records.schema.features.items():
+        if (there := trained.get(name)) is None or "string" in (here.stored_dtype, there.stored_dtype):
+            continue
+        is_other_kind = ("float" in here.stored_dtype) != ("float" in there.stored_dtype)
+        scales = [feature.scale_settings() for feature in (here, there)]
+        if scales[0] != scales[1] and not is_other_kind:
+            yield f"{records.setting}: {name} has {scales[0]}, and {scales[1]} in {where}"
+        elif scales[0] == scales[1] != NO_SCALE and is_other_kind:
             yield (
-                f"{records.setting}: {name} is {dtype}, and {trained[name]} in {where}; its scale and offset are the "
-                "same for both"
+                f"{records.setting}: {name} is {here.stored_dtype}, and {there.stored_dtype} in {where}; its scale and "
+                "offset are the same for both"
             )
 
 

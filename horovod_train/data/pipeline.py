@@ -37,7 +37,7 @@ from horovod_train.data.batch_source import (
     prefetch_to,
     tensors_by_name,
 )
-from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, scaled_dtypes
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.model_inputs import describe_inputs
 from horovod_train.data.parsing import build_parser, zero_rows
 from horovod_train.data.reader import Reader, lengths_of, parse_usable
@@ -76,12 +76,12 @@ class Pipeline(BatchSource):
         self._sizes: dict[bool, StepSize] = {}
         self.has_weights = config.weight is not None
         used = {*records.schema.inputs, *records.schema.targets}
-        self._features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
-        self._parser = build_parser(records.source, self._features, config)
+        self.features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
+        self._parser = build_parser(records.source, self.features, config)
         if missing := sorted(used.difference(self._parser.dtypes)):
             names = ", ".join(self._parser.dtypes)
             raise UserError(f"data.parse: {config.parse} gives {names}; inputs and targets want {missing[0]}.")
-        self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
+        self._transforms = Transforms(self.features, records.schema, config.augment if training else ())
         lists = plan.buckets.names if plan.buckets else ()
         self._lists = tuple(name for name in lists if name in used)
         self._widths = [lists.index(name) for name in self._lists]
@@ -94,7 +94,6 @@ class Pipeline(BatchSource):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
         self.class_names = {name: names for name, names in records.schema.class_names.items() if name in used}
-        self.scaled_dtypes = {name: dtype for name, dtype in scaled_dtypes(records.schema).items() if name in used}
         self.files = source.pack(source.names_of(records.source.parts))
         self.order_settings = (
             "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "
@@ -109,7 +108,7 @@ class Pipeline(BatchSource):
             lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), traced.structured_outputs
         )
         inputs = self.scaled_spec.inputs
-        self.model_inputs = describe_inputs(inputs, records.schema.inputs, self._features, config.preprocess)
+        self.model_inputs = describe_inputs(inputs, records.schema.inputs, self.features, config.preprocess)
 
     def count(self, step: int) -> int:
         return self._plan.count(step)
@@ -166,7 +165,7 @@ class Pipeline(BatchSource):
             return super().explain(error)
         record, problem = int(match[1]), "an image could not be decoded, and now it can"
         stored = self._loader.stored(record)
-        for name, feature in self._features.items():
+        for name, feature in self.features.items():
             found = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
             if found:
                 problem = f"feature {name}: {found}"

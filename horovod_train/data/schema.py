@@ -23,6 +23,7 @@ from horovod_train.data.storage import DEFAULT, Storage, parent
 from horovod_train.errors import UserError, one_line, reading
 
 DATASET_NAME = "dataset.json"
+NO_SCALE = "no scale"
 RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
 Dtype = Literal[RawDtype, "bfloat16", "bool"]
 
@@ -266,6 +267,11 @@ class Feature:
         """The dtype of the tensor that the model gets."""
         scaled = self.scale is not None or self.offset is not None
         return self.cast or ("float32" if scaled else self.stored_dtype)
+
+    def scale_settings(self) -> str:
+        """Return in words what makes tensors of values; NO_SCALE for the values themselves."""
+        given = [f"{key}: {value:g}" for key in ("scale", "offset") if (value := getattr(self, key)) is not None]
+        return ", ".join(given) or NO_SCALE
 
     def value_problem(self, values: np.ndarray) -> str | None:
         """Return what is wrong with stored values as classes; those of an image are checked after decoding."""

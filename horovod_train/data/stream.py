@@ -53,7 +53,7 @@ class StreamPipeline(BatchSource):
         self.steps_per_epoch = steps_per_epoch
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
-        self.class_names, self.scaled_dtypes = {}, {}
+        self.class_names, self.features = {}, {}
         self.order_settings = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
         spec = stream.spec
         facts = [spec.name, spec.options, stream.seed, ranks.size, self.global_batch_size, steps_per_epoch]

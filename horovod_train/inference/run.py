@@ -32,7 +32,7 @@ from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, fo
 from horovod_train.data.dataset import Records, class_names, other_kinds
 from horovod_train.data.model_inputs import Input, ModelInputs, inputs_in_config, unpack
 from horovod_train.data.pipeline import Pipeline
-from horovod_train.data.schema import check_same_classes
+from horovod_train.data.schema import check_same_classes, parse_feature
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.layer_contents import contents, finalize
@@ -45,7 +45,7 @@ from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.initial_state import check_contents
+from horovod_train.training.initial_state import check_contents, how_built
 from horovod_train.training.losses import build_loss, takes_logits
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
@@ -69,7 +69,7 @@ _OPEN_SIZES = (32, 8, 1)
 class Trained:
     """A trained model on the ranks of a group. checkpoint: its folder; step, epoch, records: when it was saved.
 
-    class_names, scaled_dtypes: of the training records, by feature.
+    class_names, features: of the training records, by feature; as a checkpoint keeps them.
     """
 
     group: WorkerGroup
@@ -80,7 +80,7 @@ class Trained:
     epoch: int
     records: int
     class_names: Mapping[str, Sequence[str]]
-    scaled_dtypes: Mapping[str, str]
+    features: Mapping[str, Mapping[str, Any]]
 
 
 def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, float | int | str] | None:
@@ -112,7 +112,8 @@ def _open_records(data: DataConfig, trained: Trained, *, needs_labels: bool = Tr
     records = open_on_all_ranks(data, ["eval"], trained.group, needs_labels=needs_labels)["eval"]
     with trained.group.raise_together():
         check_same_classes(trained.class_names, "the training records", records.schema.class_names, records.setting)
-    for line in other_kinds(records, trained.scaled_dtypes, "the training records"):
+    features = {name: parse_feature(settings, name) for name, settings in trained.features.items()}
+    for line in other_kinds(records, features, "the training records"):
         log.warning(line)
     return records
 
@@ -188,7 +189,7 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
                 saved = open_checkpoint(checkpoint, "--checkpoint")
                 facts, folder = saved.facts, str(saved.folder)
                 loaded = load_weights(model, saved, weights)
-                of_records = (dict(facts.class_names), dict(facts.scaled_dtypes))
+                of_records = (dict(facts.class_names), dict(facts.features))
                 about = (loaded, folder, facts.step, facts.epoch, facts.records, *of_records)
         group.broadcast(model.weights)
         yield Trained(group, model, *group.broadcast_object(about))
@@ -248,7 +249,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
         log.warning(f"{checkpoint.folder}: the model is built without {listed(unbuilt)}, which are left out")
     load(variables, checkpoint, unwanted={*trained, *unbuilt})
     finalize(model)
-    check_contents(contents(model), checkpoint)
+    check_contents(contents(model) | how_built(model, checkpoint.facts.config), checkpoint)
     return "ema" if takes_averages else "trained"
 
 

@@ -29,6 +29,7 @@ from horovod_train.output.files import (
     check,
     json_text,
     must_be_writable,
+    remove,
     remove_drafts,
     write_atomically,
 )
@@ -104,7 +105,9 @@ class Output:
         """Finish the trackers, and close all forms of metrics but metrics.prom, which tells alerts that the run did."""
 
     def write_config(self, text: str, *, held_back: bool = False) -> None:
-        """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin.
+        """Write config.yaml, and remove the summary.json of an earlier end, which more training follows.
+
+        Raises UserError, as `rewind` does: a run that cannot record itself must not begin.
 
         held_back: write it with summary.json only.
         """
@@ -208,6 +211,7 @@ class RunOutput(Output):
         if held_back:
             return
         with must_be_writable(self.directory / "config.yaml"):
+            remove(self.directory / "summary.json", _SUMMARY)  # of an end that is none any more
             write_atomically(self.directory / "config.yaml", _CONFIG_HEAD + text, _CONFIG)
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:

@@ -90,6 +90,12 @@ class Named:
             for name in names:
                 setattr(self.callback, name, state[name])
 
+    @property
+    def keeps_best_of(self) -> str | None:
+        """The figure whose best value is part of its state; None if that is not known, or it keeps none."""
+        is_known = self._state_names() and not hasattr(self.callback, "get_state")
+        return self.callback.monitor if is_known else None
+
     def _watched(self) -> list[str]:
         return [self.callback.monitor, self.callback.mode]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,11 +249,14 @@ def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any
         return _from_function(source)
     if source.endswith((".keras", ".h5")):
         return _from_file(source, model, files)
-    return _from_run(source)
+    return _from_run(source, {weight.path for weight in model.weights})
 
 
-def _from_run(path: str) -> Arrays:
-    """Return the weights of a checkpoint, or their moving averages if it holds any, as in evaluation."""
+def _from_run(path: str, wanted: Collection[str]) -> Arrays:
+    """Return the weights of a checkpoint, or their moving averages if it holds any, as in evaluation.
+
+    wanted: the paths of the model's weights. What the run's model.lora learned is added to weights of a model without.
+    """
     checkpoint = open_checkpoint(path, _WHERE)
     try:
         arrays = read_arrays(checkpoint)
@@ -262,6 +265,11 @@ def _from_run(path: str) -> Arrays:
     weights: Arrays = {}
     for kind in ("model/", "ema/"):
         weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
+    of_lora = [path for path in weights if is_lora(path) and path.endswith("_a") and path not in wanted]
+    for first in of_lora if checkpoint.facts.setting("model.lora") else ():
+        # Keras adds (alpha / rank) · a b, and alpha is the rank unless enable_lora is given another.
+        changed = first.replace("/lora_", "/").removesuffix("_a")
+        weights[changed] = weights[changed] + weights.pop(first) @ weights.pop(f"{first.removesuffix('_a')}_b")
     return weights
 
 

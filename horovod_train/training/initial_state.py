@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.registry import loaded_files
-from horovod_train.config.settings import Config, DataConfig
+from horovod_train.config.settings import Config
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
-from horovod_train.data.schema import check_same_classes
+from horovod_train.data.schema import check_same_classes, settings_of
 from horovod_train.distributed import consistency
 from horovod_train.distributed.consistency import digest
-from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, digest_of_array
+from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, digest_of_array, is_of_keras
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
@@ -34,13 +34,28 @@ from horovod_train.training.fine_tuning import assign, match, slots_like_weights
 from horovod_train.training.open_run import Run
 from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
 
-_MEANING = ("data.features", "train.ema_decay")
+_MEANING = (
+    *("data.features", "data.inputs", "data.targets", "data.weight", "data.preprocess", "data.parse", "data.source"),
+    "train.ema_decay",
+)
 """Settings on which all values of an evaluation depend; of the records their digest is compared."""
 _OF_THE_STATE = (
-    *("precision", "model.name", "model.options", "model.lora", "model.freeze", "optimizer", "lr_schedule", "loss"),
+    *(
+        "precision",
+        "model.name",
+        "model.options",
+        "model.lora",
+        "model.freeze",
+        "model.unfreeze",
+        "optimizer",
+        "lr_schedule",
+        "loss",
+    ),
     *("train.synchronization", "train.ema_decay", "data.features", "data.inputs", "data.preprocess", "data.parse"),
 )
 """Settings on which it depends which variables there are, and their shapes."""
+OPTIONS = "options"
+"""What the names of options of layers begin with in `how_built`."""
 log = logging.getLogger(__name__)
 
 
@@ -64,11 +79,11 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     state = ("optimizer/", "ema/", "exchange/")
     if dropped := [name for name in arrays if name.startswith(state) and not name.endswith("/learning_rate")]:
         log.warning(f"{checkpoint.folder}: this run drops what it has no use for: {listed(dropped)}")
-    check_held_out(config.data, checkpoint)
-    check_position(parts.train, checkpoint)
+    check_held_out(config, parts.train, checkpoint)
+    check_position(config, parts.train, checkpoint)
     _forget_values(run, checkpoint)
     log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
-    _name_changes(config, checkpoint.facts)
+    _name_changes(run, checkpoint.facts)
     return arrays.get(LOSS_AVERAGE_BY_RANK)
 
 
@@ -77,12 +92,26 @@ def _changed_versions(facts: Facts) -> dict[str, str]:
     return {name: f"{then} → {now[name]}" for name, then in facts.versions.items() if now.get(name, then) != then}
 
 
-def _name_changes(config: Config, facts: Facts) -> None:
-    if changes := facts.changes(config) | _changed_versions(facts):
+def _name_changes(run: Run, facts: Facts) -> None:
+    if changes := _changed_settings(run, facts) | _changed_versions(facts):
         parts = [f"{name} {change}" for name, change in changes.items()]
         if "model.init_from" in changes:
             parts.append("model.init_from has no effect on a run that resumes")
         log.info(f"changed since this checkpoint: {'; '.join(parts)}")
+
+
+def _changed_settings(run: Run, facts: Facts, keys: Sequence[str] = ()) -> dict[str, str]:
+    features = {name: settings_of(feature) for name, feature in run.parts.train.features.items()}
+    return facts.changes(run.config, keys, features or None)
+
+
+def changed_meaning(run: Run, facts: Facts, metric: str) -> list[str]:
+    """Return the settings that give a metric of an evaluation other values than in the run of a checkpoint."""
+    of_loss = ("loss", "train.l2") if metric == "loss" else ()
+    changed = [*_changed_settings(run, facts, [*_MEANING, *of_loss]), *_changed_metrics(run.config, facts, metric)]
+    if run.parts.eval and facts.eval_data and facts.eval_data != run.parts.eval.content:
+        changed.append("data.eval")
+    return changed
 
 
 def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
@@ -101,19 +130,18 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
         ("checkpoint.best", best, config.checkpoint.best),
         ("early_stopping", stopping, stops),
     ]:
-        of_loss = ("loss", "train.l2") if tracker.metric == "loss" else ()
-        changed = [*facts.changes(config, [*_MEANING, *of_loss]), *_changed_metrics(config, facts, tracker.metric)]
-        if run.parts.eval and facts.eval_data and facts.eval_data != run.parts.eval.content:
-            changed.append("data.eval")
-        if changed:
+        if changed := changed_meaning(run, facts, tracker.metric):
             if is_used and int(tracker.step) >= 0:
                 value = f"the best {tracker.metric} so far, {float(tracker.value):.6g} at step {int(tracker.step)}"
-                log.info(f"{name}: {value}, is forgotten, because another {listed(changed)} gives other values")
+                stays = "; its checkpoint stays" if tracker is best else ""
+                log.info(f"{name}: {value}, is forgotten, because another {listed(changed)} gives other values{stays}")
             tracker.forget()
     step, folder = int(best.step), Path(config.output_dir or "") / CHECKPOINTS
     if config.checkpoint.best and step >= 0 and not (folder / step_name(step)).is_dir():
         log.info(f"checkpoint.best: {folder} does not have {step_name(step)}, the best so far; it is sought anew")
         best.forget()
+    if int(best.step) < 0:
+        run.store.seek_best_anew()
 
 
 def _changed_metrics(config: Config, facts: Facts, metric: str) -> list[str]:
@@ -141,24 +169,33 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
             log.info(f"the learning rate is {built:g} from here on, {why}; it was {float(saved):g}")
 
 
-def check_held_out(data: DataConfig, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the run would evaluate on records that the checkpoint's run has trained on.
+def check_held_out(config: Config, train: BatchSource, checkpoint: Checkpoint) -> None:
+    """Raise UserError if another part of the checkpoint's files is held out, on which its run has trained; warn if it
+    is a part of changed files, because records are held out by their numbers.
 
-    Of other records nothing is known.
+    Of other files nothing is known.
     """
-    if list(checkpoint.facts.setting("data.train")) != list(data.train):
-        return
-    for key, now in (("fold", data.fold), ("eval_fraction", data.eval_fraction)):
-        then = checkpoint.facts.setting(f"data.{key}")
-        if now is not None and now != then:
+    facts, data = checkpoint.facts, config.data
+    now, then = ({name for name, _ in source.unpack(files) or ()} for files in (train.files, facts.data_files))
+    is_known = now & then or list(facts.setting("data.train")) == list(data.train)
+    for key, value in (("fold", data.fold), ("eval_fraction", data.eval_fraction)):
+        before = facts.setting(f"data.{key}")
+        if value is None or not is_known:
+            continue
+        if value != before:
             raise UserError(
-                f"{checkpoint.folder}: was trained with data.{key} {'null' if then is None else then}; {now} would "
-                f"evaluate on records that the run has trained on. Resume with data.{key} as it was, or begin anew in "
-                "another --output-dir."
+                f"{checkpoint.folder}: was trained with data.{key} {'null' if before is None else before}; {value} "
+                f"would evaluate on records that the run has trained on. Resume with data.{key} as it was, or begin "
+                "anew in another --output-dir."
+            )
+        if changed := _changed_files(train, checkpoint):
+            log.warning(
+                f"data.{key}: data.train now {changed}, so other records are held out than before: evaluations are "
+                "also on some that this run has trained on, and look better than they are"
             )
 
 
-def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
+def check_position(config: Config, train: BatchSource, checkpoint: Checkpoint) -> None:
     """Check that a saved place inside an epoch is reached by the same order of the same records.
 
     Checks also that epochs have equal length, because learning rates and the run's end are counted in steps. At the end
@@ -172,10 +209,12 @@ def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: stands after record {facts.records} of an epoch of other data: data.train now "
             f"{changed}. Resume with the training files as they were then, or from a checkpoint at the end of an epoch."
         )
+    of_data = {name: change for name, change in facts.changes(config).items() if name.startswith(("data.", "seed"))}
+    said = "".join(f" {name}: {change}." for name, change in of_data.items())
     if facts.records and facts.data != train.fingerprint:
         raise UserError(
-            f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same. "
-            f"Resume with {train.order_settings.format(seed=seed, batch=batch)}; or from the end of an epoch."
+            f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same."
+            f"{said} Resume with {train.order_settings.format(seed=seed, batch=batch)}; or from the end of an epoch."
         )
     advice = "Resume with the classes as they were, or begin a run with model.init_from."
     check_same_classes(facts.class_names, str(checkpoint.folder), train.class_names, "data.train", advice)
@@ -186,8 +225,9 @@ def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
         raise UserError(
             f"{checkpoint.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data "
             f"and data.global_batch_size {train.global_batch_size} of this config an epoch has "
-            f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps. Resume with "
-            f"data.global_batch_size {batch} and the training files as they were then."
+            f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps.{said} Resume with "
+            f"data.global_batch_size {batch} and the training files and settings of then, or begin a run with "
+            "model.init_from."
         )
 
 
@@ -210,12 +250,16 @@ def take_initial_weights(run: Run) -> None:
             log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
 
 
-def users_code(run: Run) -> dict[str, str]:
-    """Return what the user's own modules hold, which must be equal on all ranks; call after importing them."""
-    files = loaded_files(as_dict(run.config))
-    code = {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
+def users_code(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return digests of the user's own modules that a config names, by name; call after importing them."""
+    files = loaded_files(settings)
+    return {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
+
+
+def steps_of_hooks(run: Run) -> dict[str, str]:
+    """Return when the user's hooks are called, which must be equal on all ranks."""
     steps = zip(run.config.hooks, run.parts.users_hooks, strict=True)
-    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
+    return {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
 
 
 def structure(model: keras.Model) -> dict[str, str]:
@@ -226,28 +270,45 @@ def structure(model: keras.Model) -> dict[str, str]:
         facts[f"weight {number} of the model"] = f"{weight.path} {tuple(weight.shape)} {weight.dtype}"
     for number, layer in enumerate(layers_inside(model)):
         # Only Keras' own: a user's config may hold what differs by rank, and not change what is computed.
-        is_kerass = type(layer).__module__.partition(".")[0] == "keras" and not isinstance(layer, keras.Model)
-        if is_kerass and (options := _options(layer)) is not None:
+        if is_of_keras(layer) and (options := _options(layer)) is not None:
             facts[f"options of layer {number}"] = f"{layer.path}: {digest(options.encode())}"
     return facts
+
+
+def how_built(model: keras.Model, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by name, digests of what makes a model compute something else with the same weights.
+
+    These are the user's code, the order of layers and the options of Keras' own, but for those that are settings of a
+    run: what is trained, and in which precision.
+    """
+    options: dict[str, str] = {}
+    layers = [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
+    for layer in layers:
+        if is_of_keras(layer) and (text := _options(layer, left_out=("seed", "trainable", "dtype"))) is not None:
+            name = f"{OPTIONS} of layer {layer.path}"
+            options[name] = digest((options.get(name, "") + text).encode())
+    order = digest("\n".join(layer.path for layer in layers).encode())
+    return users_code(settings) | options | {"order of layers": order}
 
 
 def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
     """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of what else differs.
 
     Constants that are computed differ in the last bits between machines, and with the precision; files that a user's
-    layer saves, by the time. held: by `contents`.
+    layer saves, by the time; options of layers, by the version of Keras. held: by `contents` and `how_built`.
     """
     then = checkpoint.facts.contents
     changed = [name for name, value in held.items() if then.get(name, value) != value]
-    line = f"{checkpoint.folder}: was saved with another {listed(changed)} than the model has now"
+    if "keras" in _changed_versions(checkpoint.facts):
+        changed = [name for name in changed if not name.startswith(OPTIONS)]
+    line = f"{checkpoint.folder}: changed since it was saved: {listed(changed)}"
     if any(name.startswith((TABLE, VOCABULARY)) for name in changed):
-        raise UserError(f"{line}, so weights would stand for other words. Give the model those of then.")
+        raise UserError(f"{line}; so weights would stand for other words. Give the model those of then.")
     if changed:
         log.warning(line)
 
 
-def _options(layer: keras.Layer) -> str | None:
+def _options(layer: keras.Layer, left_out: Collection[str] = ("seed",)) -> str | None:
     """Return a layer's config as text; None if Keras cannot save the layer, as with an activation of functools.partial.
 
     Without seeds, which do not decide what ranks compute (see step.Seeds), and without the code of lambdas, which
@@ -258,7 +319,7 @@ def _options(layer: keras.Layer) -> str | None:
         if isinstance(value, dict):
             if value.get("class_name") == "__lambda__":
                 return "lambda"
-            return {str(key): compared(part) for key, part in value.items() if key != "seed"}
+            return {str(key): compared(part) for key, part in value.items() if key not in left_out}
         return [compared(part) for part in value] if isinstance(value, list | tuple) else value
 
     def other(value: Any) -> str:

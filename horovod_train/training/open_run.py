@@ -35,7 +35,6 @@ from horovod_train.data.dataset import (
     check_counts,
     check_same_labels,
     other_kinds,
-    scaled_dtypes,
     scan_records,
     with_class_names_of,
     with_inputs_of,
@@ -382,7 +381,7 @@ def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) ->
     first, *further = opened.values()
     for records in further:
         check_same_labels(records, first)
-        for line in other_kinds(records, scaled_dtypes(first.schema), first.setting):
+        for line in other_kinds(records, first.schema.features, first.setting):
             log.warning(line)
     if "train" in opened:
         buckets = opened["train"].find_buckets(config)  # reads all records, unless that was done before

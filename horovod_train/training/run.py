@@ -42,7 +42,9 @@ from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement, place, saving
 from horovod_train.training.initial_state import (
     check_contents,
+    how_built,
     restore,
+    steps_of_hooks,
     structure,
     take_initial_weights,
     users_code,
@@ -67,7 +69,8 @@ def run(config: Config) -> int:
     with open_run(config) as run:
         loss_averages = restore(run)
         take_initial_weights(run)
-        facts = users_code(run) | structure(run.state.model)
+        settings = as_dict(run.config)
+        facts = users_code(settings) | steps_of_hooks(run) | structure(run.state.model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
@@ -76,6 +79,7 @@ def run(config: Config) -> int:
         finalize(run.state.model)
         held = contents(run.state.model)
         consistency.check(run.group, held, "at the start", RanksStartApart)
+        held |= how_built(run.state.model, settings)
         with run.group.raise_together():
             if run.checkpoint:
                 check_contents(held, run.checkpoint)
@@ -183,7 +187,7 @@ def _draw_graph(run: Run) -> None:
 def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     """Build the hooks, in the order in which they run at a step where several are due: log, evaluate, users', save.
 
-    held: what layers hold besides weights, for checkpoints.
+    held: what the model computes with besides weights, for checkpoints.
     """
     config, profiled = run.config, run.config.log.profile_at_steps
     per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes

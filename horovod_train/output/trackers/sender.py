@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -76,6 +77,7 @@ class Record:
     """What root knows of one tracker. A disk that is full costs one warning."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
+        self._run_dir, self._name = run_dir, name
         self._path = run_dir / "trackers" / f"{name.replace(':', '.')}.json"
         self.run_id: str | None = None
         self.logged: dict[str, int] = {}
@@ -83,11 +85,21 @@ class Record:
         self._is_failing = False
 
     def load(self) -> None:
-        """Read what an earlier start has written, if anything. Raises UserError."""
+        """Read what an earlier start has written, if anything; in a copy of a run directory nothing. Raises UserError.
+
+        A directory that was moved is no copy: what it was called is not there any more.
+        """
         if not self._path.exists():
             return
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
+            first = content.get("directory", "")
+            if os.path.isdir(first) and not os.path.samefile(first, self._run_dir):
+                log.warning(
+                    f"log.trackers: {self._name}: {self._run_dir} is a copy of {first}, to which run "
+                    f"{content['run_id']} belongs; a new run begins"
+                )
+                return
             self.run_id = str(content["run_id"])
             self.logged = {str(split): int(step) for split, step in content["logged"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,7 +125,7 @@ class Record:
 
     def _write(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        content = {"run_id": self.run_id, "logged": self.logged}
+        content = {"run_id": self.run_id, "logged": self.logged, "directory": os.path.realpath(self._run_dir)}
         write_atomically(self._path, json_text(content) + "\n", RECORD, sync=False)
 
 

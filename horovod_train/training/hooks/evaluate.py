@@ -20,6 +20,7 @@ from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.shown_text import listed
 from horovod_train.training.hooks import Hook, every, failing_as, guarded
+from horovod_train.training.initial_state import changed_meaning
 from horovod_train.training.open_run import Run
 from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.step import EvalStep
@@ -113,7 +114,7 @@ def begin_callbacks(run: Run) -> None:
     """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
-    saved = run.group.broadcast_object(saved_state(run.checkpoint, run.config) if run.checkpoint else {})
+    saved = run.group.broadcast_object(_without_other_values(run, run.checkpoint) if run.checkpoint else {})
     if not callbacks:
         callbacks.restore(saved, step)
         return
@@ -161,6 +162,21 @@ def saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     now, then = as_dict(config)["callbacks"], checkpoint.facts.setting("callbacks")
     is_same = json.dumps(now, default=str) == json.dumps(then, default=str)
     return {name: value for name, value in checkpoint.facts.callbacks.items() if is_same or name != "have_stopped"}
+
+
+def _without_other_values(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the saved state of the callbacks without the best values that mean something else now; say so."""
+    saved = saved_state(checkpoint, run.config)
+    kept = dict(saved.get("states", {}))
+    for named in run.parts.callbacks.named:
+        monitor = named.keeps_best_of
+        if named.name not in kept or monitor is None:
+            continue
+        changed = changed_meaning(run, checkpoint.facts, monitor.removeprefix("val_"))
+        if changed := [setting for setting in changed if monitor.startswith("val_") or setting != "data.eval"]:
+            log.info(f"callbacks: {named.name} begins anew, because another {listed(changed)} gives other values")
+            del kept[named.name]
+    return {**saved, "states": kept} if "states" in saved else saved
 
 
 def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from horovod_train.checkpoint.layout import Best, Facts, path_in
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
+from horovod_train.data.schema import settings_of
 from horovod_train.distributed import consistency
 from horovod_train.training.open_run import Run
 from horovod_train.training.state import Copies
@@ -27,8 +28,8 @@ class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
     first_step: the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
-    interrupted is called first. copies: on root, the memory for what is saved. held: what layers hold besides weights,
-    see initial_state.contents.
+    interrupted is called first. copies: on root, the memory for what is saved. held: what the model computes with
+    besides weights, for Facts.contents.
     """
 
     def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies, held: Mapping[str, str]) -> None:
@@ -120,7 +121,7 @@ def _facts(run: Run, held: Mapping[str, str]) -> Facts:
         data=parts.train.fingerprint,
         data_files=parts.train.files,
         class_names=dict(parts.train.class_names),
-        scaled_dtypes=dict(parts.train.scaled_dtypes),
+        features={name: settings_of(feature) for name, feature in parts.train.features.items()},
         callbacks=parts.callbacks.state(),
         built_rates=state.built_rates,
         began_at=path_in(run.config.checkpoint.resume) or resumed_from,

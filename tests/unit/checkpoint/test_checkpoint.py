@@ -842,6 +842,39 @@ def test_the_link_to_the_best_goes_with_what_it_points_at(run: Run) -> None:
     assert not os.path.lexists(run.folder / "best")
 
 
+def test_the_best_of_before_stays_where_the_best_is_sought_anew(tmp_path: Path) -> None:
+    """As with another metric, or other records to evaluate on: no later value says that it is the worse model."""
+    run = Run(tmp_path / "run", keep=1).save(100, best=Best("accuracy", 0.5, 100)).save(200)
+    run.store.seek_best_anew()
+    run.save(300)
+    run.save(400, best=Best("loss", 0.5, 400))
+    run.save(500, best=Best("loss", 0.4, 500)).save(600)
+    former = {"former-best-step-000000100", "step-000000100"}
+    assert run.names() == {"best", *former, "step-000000500", "step-000000600"}
+    assert os.readlink(run.folder / "former-best-step-000000100") == "step-000000100"
+    run.store.seek_best_anew()
+    run.save(700, best=Best("mae", 0.5, 700))
+    former |= {"former-best-step-000000500", "step-000000500"}
+    assert run.names() == {"best", *former, "step-000000700"}
+    run.store.rewind(400)  # nothing dangles
+    assert run.names() == {"former-best-step-000000100", "step-000000100"} | {
+        f"step-000000{step}.abandoned" for step in (500, 700)
+    }
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_unasked(tmp_path: Path) -> None:
+    """As after a scratch disk was cleared: its metrics would be lost too."""
+    run = Run(tmp_path / "run").save(1)
+    (run.directory / "summary.json").write_text('{"steps": 184, "finished": true}')
+    assert run.found() == 1
+    shutil.rmtree(run.folder)
+    with pytest.raises(UserError, match=r"came to step 184, but not its checkpoints.*or say so: --resume never"):
+        run.store.find("auto")
+    assert run.store.find("never") is None
+    (run.directory / "summary.json").unlink()
+    assert run.store.find("auto") is None
+
+
 def test_the_best_stays_where_a_run_goes_on_without_one_until_it_has_another(tmp_path: Path) -> None:
     """As where checkpoint.best is left out, or names another metric."""
     run = Run(tmp_path / "run", keep=1).save(100, best=Best("loss", 0.5, 100)).save(200, 300)

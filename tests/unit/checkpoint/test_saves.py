@@ -160,7 +160,7 @@ def run_of(store: Store) -> Any:
                 fingerprint="",
                 files="",
                 class_names={},
-                scaled_dtypes={},
+                features={},
                 steps_per_epoch=1,
                 model_inputs=ModelInputs((), is_dict=False),
             ),

@@ -8,14 +8,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from made_records import config, image_record, make_images, pipeline, write_file
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts
-from horovod_train.config.settings import DataConfig
+from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data import source
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import open_records
 from horovod_train.data.source import Part, digest_of
 from horovod_train.data.tfrecord.source import open_tfrecords
@@ -24,6 +26,7 @@ from horovod_train.training.initial_state import check_held_out, check_position
 
 Change = Callable[[Path], Any]
 CONFIG = {"seed": 1, "data": {"global_batch_size": 8}}
+NOW = Config(seed=1, data=DataConfig(global_batch_size=8))
 
 
 def other_content(folder: Path) -> None:
@@ -138,18 +141,18 @@ def test_a_resume_inside_an_epoch_with_other_data_of_the_same_counts_names_the_f
     tmp_path: Path, change: Change, said: str
 ) -> None:
     found = saved(make_images(tmp_path / "train", shards=(7, 7, 23)), step=2, epoch=0, records=16)
-    check_position(pipeline(config(tmp_path / "train")), found)
+    check_position(NOW, pipeline(config(tmp_path / "train")), found)
     change(tmp_path / "train")
     with pytest.raises(UserError, match=f"stands after record 16 of an epoch of other data: data.train now.* {said}"):
-        check_position(pipeline(config(tmp_path / "train")), found)
+        check_position(NOW, pipeline(config(tmp_path / "train")), found)
 
 
 def test_a_resume_at_the_end_of_an_epoch_takes_other_data_and_says_so(tmp_path: Path, said: list[str]) -> None:
     found = saved(make_images(tmp_path / "train"), step=9, epoch=1, records=0)
-    check_position(pipeline(config(tmp_path / "train")), found)
+    check_position(NOW, pipeline(config(tmp_path / "train")), found)
     assert said == []
     other_content(tmp_path / "train")
-    check_position(pipeline(config(tmp_path / "train")), found)
+    check_position(NOW, pipeline(config(tmp_path / "train")), found)
     assert said == [
         "warning: the training data are not those of step-5: data.train now has other content in 1.tfrecord than the "
         "checkpoint"
@@ -162,9 +165,9 @@ def test_a_resume_with_data_whose_labels_stand_for_other_classes_is_refused(tmp_
     train = pipeline(config(tmp_path / "train"))
     train.class_names = {"label": ("dog", "cat")}
     with pytest.raises(UserError, match=r"data\.train: label 0 is dog; in step-5 it is cat, so labels would stand for"):
-        check_position(train, dataclasses.replace(found, facts=trained))
+        check_position(NOW, train, dataclasses.replace(found, facts=trained))
     train.class_names = {}
-    check_position(train, dataclasses.replace(found, facts=trained))
+    check_position(NOW, train, dataclasses.replace(found, facts=trained))
 
 
 HELD_OUT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -188,4 +191,52 @@ def test_a_resume_that_would_evaluate_on_what_was_trained_is_refused(
 ) -> None:
     found = Checkpoint(Path("step-5"), Facts(5, 1, 0, 1, {"data": then}, {}), {})
     with pytest.raises(UserError, match=line) if line else nullcontext():
-        check_held_out(DataConfig(**now), found)
+        check_held_out(Config(data=DataConfig(**now)), cast(BatchSource, SimpleNamespace(files="")), found)
+
+
+@pytest.mark.parametrize("way", ["spelt otherwise", "lies elsewhere", "is another"])
+def test_a_part_that_is_held_out_is_of_the_files_wherever_they_lie(tmp_path: Path, way: str) -> None:
+    """A part drawn anew of the same files has records that were trained on; of other files it has none."""
+    folder = make_images(tmp_path / "train", shards=(7, 7))
+    data = DataConfig(train=(str(folder),), eval_fraction=0.2)
+    files = source.pack(source.names_of(open_records(data, "train").source.parts))
+    settings = {"data": {"train": [str(folder)], "eval_fraction": 0.2}}
+    found = Checkpoint(Path("step-5"), Facts(5, 1, 0, 1, settings, {}, data_files=files), {})
+    if way == "is another":
+        other = tmp_path / "other"
+        folder.rename(other)
+        (other / "0.tfrecord").rename(other / "7.tfrecord")
+        (other / "1.tfrecord").rename(other / "8.tfrecord")
+    else:
+        other = Path(shutil.copytree(folder, tmp_path / "copy")) if way == "lies elsewhere" else folder
+    now = dataclasses.replace(data, train=(f"{other}/",), eval_fraction=0.25)
+    train = cast(
+        BatchSource, SimpleNamespace(files=source.pack(source.names_of(open_records(now, "train").source.parts)))
+    )
+    with pytest.raises(UserError, match=r"0\.25 would evaluate") if way != "is another" else nullcontext():
+        check_held_out(Config(data=now), train, found)
+
+
+def test_a_part_that_is_held_out_of_changed_files_is_said(tmp_path: Path, said: list[str]) -> None:
+    folder = make_images(tmp_path / "train", shards=(7, 7))
+    data = DataConfig(train=(str(folder),), eval_fraction=0.2)
+
+    def now() -> Any:
+        return SimpleNamespace(files=source.pack(source.names_of(open_records(data, "train").source.parts)))
+
+    settings = {"data": {"train": [str(folder)], "eval_fraction": 0.2}}
+    found = Checkpoint(Path("step-5"), Facts(5, 1, 0, 1, settings, {}, data_files=now().files), {})
+    check_held_out(Config(data=data), now(), found)
+    assert said == []
+    (folder / "0.tfrecord").rename(folder / "9.tfrecord")
+    check_held_out(Config(data=data), now(), found)
+    assert "data.eval_fraction: data.train now lacks 0.tfrecord, which the checkpoint has, so other records" in said[0]
+
+
+def test_a_refusal_names_the_settings_that_have_changed(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train", shards=(7, 7, 23))
+    now = dataclasses.replace(NOW, data=dataclasses.replace(NOW.data, drop_remainder=True))
+    train = pipeline(config(folder, drop_remainder=True))
+    for found in (saved(folder, step=2, epoch=0, records=16), saved(folder, step=5, epoch=1, records=0)):
+        with pytest.raises(UserError, match=r"data\.drop_remainder: false → true\. Resume with"):
+            check_position(now, train, found)

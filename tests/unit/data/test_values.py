@@ -14,7 +14,7 @@ from made_records import batches, config, make_images, pipeline
 from made_stores import WRITERS
 
 from horovod_train.commands.check_data import check_records
-from horovod_train.data.dataset import open_records, other_kinds, scaled_dtypes
+from horovod_train.data.dataset import open_records, other_kinds
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.random_access.arrow import to_arrays
 from horovod_train.data.random_access.store import _as_dtype
@@ -156,9 +156,7 @@ def test_a_scale_for_integers_in_one_split_and_floats_in_the_other_is_said(tmp_p
     ):
         data = config(tmp_path / "train.npz", inputs=("x",), targets=("y",), features=features)
         data = dataclasses.replace(data, eval=(str(tmp_path / "eval.npz"),))
-        lines = list(
-            other_kinds(open_records(data, "eval"), scaled_dtypes(open_records(data, "train").schema), "data.train")
-        )
+        lines = list(other_kinds(open_records(data, "eval"), open_records(data, "train").schema.features, "data.train"))
         assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -64,6 +65,26 @@ def started(tracker: Any, run_dir: Path, step: int = 0, anew: bool = False, **op
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     trackers.start(step, CONFIG, rows, anew=anew)
     return trackers
+
+
+def test_a_copy_of_a_run_directory_begins_a_run_of_its_own(tmp_path: Path, said: list[str]) -> None:
+    """A directory that was moved continues its run; of a copy both would log into one."""
+    (tmp_path / "run").mkdir()
+    first, link = Kept(), tmp_path / "link"
+    started(first, tmp_path / "run").finish("done", [])
+    link.symlink_to("run")
+    for directory, expected in (("run", "run 1"), ("link", "run 1"), ("copy", None), ("moved", "run 1")):
+        if directory == "copy":
+            shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        if directory == "moved":
+            (tmp_path / "run").rename(tmp_path / "moved")
+        tracker = Kept()
+        started(tracker, tmp_path / directory, step=9).finish("done", [])
+        assert tracker.started == [expected], directory
+    assert [line for line in said if "is a copy of" in line] == [
+        f"warning: log.trackers: kept: {tmp_path / 'copy'} is a copy of {tmp_path / 'run'}, to which run run 1 "
+        "belongs; a new run begins"
+    ]
 
 
 def write(trackers: Trackers, *steps: int, split: str = "train") -> None:

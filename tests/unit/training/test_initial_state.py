@@ -18,7 +18,9 @@ from keras import layers
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict, load
+from horovod_train.config.registry import load_function
 from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, OptimizerSpec, TrainConfig, Watched
+from horovod_train.data.schema import Feature
 from horovod_train.distributed import consistency
 from horovod_train.distributed.layer_contents import contents, finalize
 from horovod_train.errors import UserError
@@ -132,7 +134,7 @@ def test_another_vocabulary_than_in_the_checkpoint_is_refused() -> None:
 
     saved = checkpoint_with(held(["good", "bad"]))
     initial_state.check_contents(held(["good", "bad"]), saved)
-    line = "step-5: was saved with another table .* of layer words than the model has now, so weights would stand"
+    line = "step-5: changed since it was saved: table .* of layer words; so weights would stand"
     with pytest.raises(UserError, match=line):
         initial_state.check_contents(held(["bad", "good"]), saved)
     initial_state.check_contents(held(["bad", "good"]), checkpoint_with({}))  # of an earlier version
@@ -144,7 +146,7 @@ def test_another_constant_than_in_the_checkpoint_is_said(said: list[str]) -> Non
     assert said == []
     initial_state.check_contents(contents(normalized(2 * ROWS)), saved)
     (line,) = said
-    assert "warning: step-5: was saved with another constant mean of layer norm" in line
+    assert "warning: step-5: changed since it was saved: constant mean of layer norm" in line
 
 
 def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) -> TrainState:
@@ -166,13 +168,18 @@ def restored(state: TrainState, before: TrainState, folder: Path, now: Config | 
     parts = SimpleNamespace(
         best=BestTracker("best", config.checkpoint.best or Watched()),
         early_stopping=EarlyStopping(config.early_stopping),
-        train=SimpleNamespace(files="", fingerprint="", steps_per_epoch=1, class_names={}),
+        train=SimpleNamespace(
+            files="", fingerprint="", steps_per_epoch=1, class_names={}, features={"x": Feature("float", scale=0.5)}
+        ),
         eval=SimpleNamespace(content="records of now"),
     )
     for tracker in (parts.best, parts.early_stopping.best):
         tracker.update(3, {"loss": 0.5, "accuracy": 0.5})
     group = SimpleNamespace(raise_together=nullcontext)
-    run: Any = SimpleNamespace(checkpoint=verify(folder), config=config, group=group, parts=parts, state=state)
+    store = SimpleNamespace(seek_best_anew=lambda: None)
+    run: Any = SimpleNamespace(
+        checkpoint=verify(folder), config=config, group=group, parts=parts, state=state, store=store
+    )
     initial_state.restore(run)
     return run
 
@@ -231,6 +238,60 @@ def test_a_resume_says_what_has_changed_since_the_checkpoint(tmp_path: Path, sai
     ]
 
 
+def test_a_resume_says_what_has_changed_of_the_features_wherever_it_is_said(tmp_path: Path, said: list[str]) -> None:
+    """As by a dataset.json that was made anew: the records are the same, the numbers that the model gets are not."""
+    features: dict[str, Any] = {"x": {"type": "float", "scale": 0.25, "shape": []}, "gone": {"type": "int64"}}
+    run = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", features=features, versions=consistency.versions())
+    assert [line for line in said if line.startswith("changed")] == [
+        "changed since this checkpoint: data.features.x.scale 0.25 → 0.5"
+    ]
+    assert int(run.parts.early_stopping.best.step) == -1
+    features["x"]["scale"] = 0.5
+    run = restored(compiled(0.1), compiled(0.1), tmp_path / "same", features=features, versions=consistency.versions())
+    assert int(run.parts.early_stopping.best.step) == 3
+
+
+def of_two(*names: str, **options: Any) -> keras.Model:
+    keras.utils.clear_session()
+    middle = [layers.Dense(2, name=name, **options) for name in names]
+    return keras.Sequential([keras.Input((2,)), *middle, layers.Dropout(0.1, name="drop")])
+
+
+def test_a_model_that_computes_something_else_with_the_same_weights_is_said(said: list[str]) -> None:
+    """Names and shapes of weights fit, so nothing else tells."""
+
+    def check(model: keras.Model, versions: dict[str, str] | None = None) -> list[str]:
+        said.clear()
+        saved = checkpoint_with(initial_state.how_built(of_two("a", "b", activation="relu"), {}))
+        facts = dataclasses.replace(saved.facts, versions=versions or {})
+        initial_state.check_contents(initial_state.how_built(model, {}), dataclasses.replace(saved, facts=facts))
+        return list(said)
+
+    assert check(of_two("a", "b", activation="relu")) == []
+    assert check(of_two("a", "b", activation="relu", dtype="bfloat16", trainable=False)) == []  # of the config
+    (line,) = check(of_two("a", "b", activation="tanh"))
+    assert "step-5: changed since it was saved: options of layer sequential/a, options of layer sequential/b" in line
+    (line,) = check(of_two("b", "a", activation="relu"))
+    assert ": order of layers" in line
+    assert check(of_two("a", "b", activation="tanh"), {"keras": "3.0"}) == []  # which may have other options
+
+
+def test_code_of_the_user_that_has_changed_is_said(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "changing_nets.py"
+    file.write_text("def build(): ...\n")
+    load_function("changing_nets:build", "model")
+    settings = {"model": {"name": "changing_nets:build"}}
+    saved = checkpoint_with(initial_state.users_code(settings))
+    initial_state.check_contents(initial_state.users_code(settings), saved)
+    assert said == []
+    file.write_text("def build(): return 1\n")
+    initial_state.check_contents(initial_state.users_code(settings), saved)
+    assert "changed since it was saved: code of changing_nets" in said[0]
+
+
 EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
     "nothing": ("loss", "log.every_steps=7", ""),
     "loss": ("loss", "loss=mean_squared_error", "loss.name"),
@@ -241,13 +302,19 @@ EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
     "metrics": ("accuracy", "metrics=[binary_accuracy]", "metrics"),
     "another metric beside": ("accuracy", "metrics=[accuracy, mean_squared_error]", ""),
     "loss beside": ("accuracy", "loss=mean_squared_error", ""),
+    "another target": ("accuracy", "data.targets=[z]", "data.targets"),
+    "weights": ("loss", "data.weight=w", "data.weight"),
 }
 
 
 @pytest.mark.parametrize(
     ("metric", "word", "changed"),
     [
-        pytest.param(*case, id=name, marks=[] if name in ("nothing", "penalty", "metrics") else pytest.mark.long)
+        pytest.param(
+            *case,
+            id=name,
+            marks=[] if name in ("nothing", "penalty", "metrics", "another target") else pytest.mark.long,
+        )
         for name, case in EVALUATED_OTHERWISE.items()
     ],
 )
@@ -263,7 +330,8 @@ def test_best_values_that_mean_something_else_now_are_forgotten(
     assert [int(run.parts.best.step), int(run.parts.early_stopping.best.step)] == ([-1, -1] if changed else [3, 3])
     lines = [
         f"{name}: the best {metric} so far, 0.5 at step 3, is forgotten, because another {changed} gives other values"
-        for name in ("checkpoint.best", "early_stopping")
+        + more
+        for name, more in (("checkpoint.best", "; its checkpoint stays"), ("early_stopping", ""))
     ]
     assert [line for line in said if "is forgotten" in line] == (lines if changed else [])
 

@@ -14,7 +14,7 @@ from horovod_train.checkpoint.layout import Facts
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.settings import ModelSpec
 from horovod_train.errors import UserError
-from horovod_train.training.fine_tuning import Freezing, assign, match, slots_like_weights
+from horovod_train.training.fine_tuning import Freezing, assign, enable_lora, match, slots_like_weights
 
 
 def backbone() -> keras.Model:
@@ -77,6 +77,33 @@ def test_a_run_that_kept_averages_of_its_weights_gives_those(tmp_path: Path) -> 
     write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
     taken = match(model, ModelSpec("any", init_from=str(tmp_path / "saved"))).taken
     assert [float(np.mean(value)) for value in taken.values()] == [2.0, 2.0]
+
+
+def test_what_lora_learned_is_in_the_weights_of_a_model_without(tmp_path: Path) -> None:
+    """Keras' `save` merges it, so a run does for a model that has no place for it; one that has gets it as it is."""
+
+    def built(is_adapted: bool) -> keras.Model:
+        keras.utils.clear_session()
+        words = keras.Input((3,), dtype="int32")
+        x = layers.Dense(2, name="last")(layers.Conv1D(4, 2, name="conv")(layers.Embedding(5, 4, name="embed")(words)))
+        model = keras.Model(words, x)
+        if is_adapted:
+            enable_lora(model, {".": 2})
+        return model
+
+    adapted = built(True)
+    for number, weight in enumerate(adapted.weights):
+        weight.assign(np.random.default_rng(number).normal(size=weight.shape))
+    words = np.array([[0, 1, 2], [3, 4, 0]])
+    expected = np.asarray(adapted(words))
+    arrays = {f"model/{weight.path}": weight.numpy() for weight in adapted.weights}
+    write(tmp_path / "run", arrays, Facts(1, 1, 0, 1, {"model": {"lora": {".": 2}}}, {}))
+    for is_adapted in (False, True):
+        model = built(is_adapted)
+        found = match(model, ModelSpec("any", init_from=str(tmp_path / "run")))
+        assert (found.left, found.new) == ([], [])
+        assign(model, found.taken)
+        assert np.asarray(model(words)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_file_of_other_layers_is_still_refused(tmp_path: Path) -> None:
