@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -30,8 +30,8 @@ def shard(*data: Any) -> Any:
     """
     if len(data) == 1 and isinstance(data[0], tf.data.Dataset):
         return _shard_dataset(data[0])
-    arguments = [_as_arrays(value, f"argument {number}") for number, value in enumerate(data, start=1)]
-    lengths = {name: len(array) for argument in arguments for name, array in _flat(argument)}
+    lengths: dict[str, int] = {}
+    arguments = [_as_arrays(value, f"argument {number}", lengths) for number, value in enumerate(data, start=1)]
     counts = set(lengths.values())
     if len(counts) != 1:
         text = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "nothing"
@@ -45,17 +45,13 @@ def shard(*data: Any) -> Any:
     return (*(_take(argument, rows) for argument in arguments), weights)
 
 
-class _Named(NamedTuple):
-    """An array, and what messages call it."""
+def _as_arrays(value: Any, name: str, lengths: dict[str, int]) -> np.ndarray | dict[Any, Any]:
+    """Return a value as an array with rows, or a dict of such. Raises UserError for what has no rows.
 
-    name: str
-    array: np.ndarray
-
-
-def _as_arrays(value: Any, name: str) -> _Named | dict[Any, Any]:
-    """Return a value as an array with rows, or a dict of such. Raises UserError for what has no rows."""
+    name: what messages call it. lengths: of the arrays so far, by name; gets those of the value too.
+    """
     if isinstance(value, Mapping):
-        return {key: _as_arrays(part, f"{name}[{key!r}]") for key, part in value.items()}
+        return {key: _as_arrays(part, f"{name}[{key!r}]", lengths) for key, part in value.items()}
     kind = type(value).__name__
     if isinstance(value, tf.data.Dataset):
         raise _no_rows(name, "a dataset", "Give hvd.shard one dataset of (x, y), alone.")
@@ -74,25 +70,18 @@ def _as_arrays(value: Any, name: str) -> _Named | dict[Any, Any]:
         raise _no_rows(name, f"{kind} whose items have different shapes", "Pad them to one shape.") from None
     if array.ndim == 0:
         raise _no_rows(name, f"{kind} without rows", "Make an array of it.")
-    return _Named(name, array)
+    lengths[name] = len(array)
+    return array
 
 
 def _no_rows(name: str, what: str, advice: str) -> UserError:
     return UserError(f"hvd.shard: {name} must be an array with one row for each record; received {what}. {advice}")
 
 
-def _flat(argument: Any) -> Iterator[_Named]:
-    if isinstance(argument, _Named):
-        yield argument
-    else:
-        for part in argument.values():
-            yield from _flat(part)
-
-
 def _take(argument: Any, rows: np.ndarray) -> Any:
-    if isinstance(argument, _Named):
-        return argument.array[rows]
-    return {key: _take(part, rows) for key, part in argument.items()}
+    if isinstance(argument, dict):
+        return {key: _take(part, rows) for key, part in argument.items()}
+    return argument[rows]
 
 
 def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
