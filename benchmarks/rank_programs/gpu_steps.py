@@ -102,7 +102,7 @@ def load_nccl(day: Day) -> Found:
     expect(found["allreduce"] == 2.0, "2.0 from an allreduce of 2.0 on one rank", found)
     found["compute_capabilities"] = compute_capabilities()
     if problem := judge_group([(are_sums_of_group(sums_of_group(0), 1), found["compute_capabilities"])]):
-        raise NotOk(f"failed: {problem}", found)
+        raise NotOk(f"failed: {'. '.join(problem)}", found)
     need_gpu(day, found)
     expect(found["nccl_built"], "a Horovod with NCCL", found)
     return found

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -94,12 +93,12 @@ def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResul
 
 def check_build(group: WorkerGroup) -> CheckResult:
     """Show what Horovod was built with, and what the ranks use of it."""
-    build = horovod_build(group)
-    text = f"Horovod built with {', '.join(build.built)}; ranks meet over {build.controller}"
-    text += f" and exchange gradients over {build.exchange}"
-    facts = {"built": list(build.built), "controller": build.controller, "exchange": build.exchange}
+    built, controller = horovod_build()
+    text = f"Horovod built with {', '.join(built)}; ranks meet over {controller}"
+    text += f" and exchange gradients over {group.exchange}"
+    facts = {"built": built, "controller": controller, "exchange": group.exchange}
     computes_on_gpu = any(device.gpu_keys for device in group.devices)
-    if computes_on_gpu and build.exchange != "NCCL":
+    if computes_on_gpu and group.exchange != "NCCL":
         fix = "`horovod-train build-horovod --gpu-operations NCCL` builds it to exchange between GPUs."
         return warning("horovod", f"{text}, although ranks compute on GPUs", fix, facts)
     return ok("horovod", text, facts)
@@ -181,20 +180,15 @@ def judge_sight(rows: Sequence[tuple[str, tuple[str, ...], int]]) -> CheckResult
 
 
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
-    """rows: for each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
+    """rows: for each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees.
+
+    That ranks do not share a GPU has been checked when the group started.
+    """
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
     for rank, (host, uuids, driver_count, visible) in enumerate(rows):
         if not uuids and driver_count and not visible:
             text = f"rank {rank} ({host}): TensorFlow sees none of the {driver_count} GPUs"
             return fail("devices", text, TO_SEE_GPUS, facts)
-    holders: dict[tuple[str, str], int] = {}
-    for rank, (host, uuids, _, _) in enumerate(rows):
-        for uuid in uuids:
-            if (first_rank := holders.setdefault((host, uuid), rank)) != rank:
-                fix = (
-                    "Start at most one rank for each GPU, and have each task see all of its host: srun --gpu-bind=none."
-                )
-                return fail("devices", f"ranks {first_rank} and {rank} on {host} share GPU {uuid}", fix, facts)
     on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
     if on_gpu == 0:
         return ok("devices", "no GPU here: all ranks compute on CPU", facts)
@@ -345,29 +339,21 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-class Interface(NamedTuple):
-    address: str
-    mbit_per_s: int
-    """0 if the driver does not say."""
-
-
 def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    local = {name: (interface.address, interface.mbit_per_s) for name, interface in list_interfaces().items()}
-    by_rank = group.gather((local, exchange_interfaces()))
-    rows = [({name: Interface(*fields) for name, fields in table.items()}, used) for table, used in by_rank]
-    return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
+    by_rank = group.gather((list_interfaces(), exchange_interfaces()))
+    return judge_network([(host, *row) for host, row in zip(group.hosts, by_rank, strict=True)])
 
 
-def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[str]]]) -> CheckResult:
-    """rows: for each rank its host, the interfaces that are up there, and those that it was told to use.
+def judge_network(rows: Sequence[tuple[str, Mapping[str, tuple[str, int]], Sequence[str]]]) -> CheckResult:
+    """rows: for each rank its host, what list_interfaces returns there, and the interfaces that it was told to use.
 
     There are none without a setting. horovodrun tells all ranks the same; under plain srun each rank finds its own,
     because hosts may use different names.
     """
     hosts = {host: interfaces for host, interfaces, _ in rows}
     shown = "; ".join(
-        f"{host}: " + ", ".join(f"{name} {interface.address}{_speed(interface)}" for name, interface in table.items())
+        f"{host}: " + ", ".join(f"{name} {address}{_speed(speed)}" for name, (address, speed) in table.items())
         for host, table in list(hosts.items())[:4]
     )
     chosen = sorted({(name, host) for host, _, names in rows for name in names})
@@ -384,7 +370,7 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[st
         if lacking:
             fix = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", fix, facts)
-        stays = any(hosts[host][name].address.startswith("127.") for chosen_name, host in chosen if chosen_name == name)
+        stays = any(hosts[host][name][0].startswith("127.") for chosen_name, host in chosen if chosen_name == name)
         if len(hosts) > 1 and stays:
             fix = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", fix, facts)
@@ -393,19 +379,19 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[st
     return ok("network", text, facts)
 
 
-def list_interfaces() -> dict[str, Interface]:
-    """Return the interfaces of this host that are up and have an IPv4 address."""
+def list_interfaces() -> dict[str, tuple[str, int]]:
+    """Return the IPv4 address of each interface of this host that is up and has one, and its Mbit/s; 0: not known."""
     states = psutil.net_if_stats()
     # Drivers of virtual devices report 65535 or nothing.
     speeds = {name: states[name].speed for name in states}
     return {
-        name: Interface(address, speeds[name] if 0 < speeds.get(name, 0) < 65535 else 0)
+        name: (address, speeds[name] if 0 < speeds.get(name, 0) < 65535 else 0)
         for name, address in interfaces().items()
     }
 
 
-def _speed(interface: Interface) -> str:
-    return f" {interface.mbit_per_s / 1000:g} Gbit/s" if interface.mbit_per_s else ""
+def _speed(mbit_per_s: int) -> str:
+    return f" {mbit_per_s / 1000:g} Gbit/s" if mbit_per_s else ""
 
 
 def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:

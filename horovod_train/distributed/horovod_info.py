@@ -19,16 +19,6 @@ import tensorflow as tf
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 
-
-class Build(NamedTuple):
-    """What Horovod was compiled with, and what this process uses of it."""
-
-    built: tuple[str, ...]
-    controller: str
-    exchange: str
-    """The library that exchanges between this process's devices and those of the others."""
-
-
 GROUP_SIZES = (3, 1000, 40_000)
 """Numbers in the tensors of sums_of_group: less and more than a block of a GPU's threads."""
 PRESCALES = (1.0, 0.5)
@@ -47,7 +37,8 @@ class Speed(NamedTuple):
         return self.bytes / self.seconds / 1e9
 
 
-def horovod_build(group: WorkerGroup) -> Build:
+def horovod_build() -> tuple[list[str], str]:
+    """Return what Horovod was compiled with, and the library over which this process meets the others."""
     parts = {
         "gloo": hvd.gloo_built(),
         "MPI": hvd.mpi_built(),
@@ -57,8 +48,7 @@ def horovod_build(group: WorkerGroup) -> Build:
         "DDL": hvd.ddl_built(),
         "oneCCL": hvd.ccl_built(),
     }
-    controller = "MPI" if hvd.mpi_enabled() else "gloo"
-    return Build(tuple(name for name, is_built in parts.items() if is_built), controller, group.exchange)
+    return [name for name, is_built in parts.items() if is_built], "MPI" if hvd.mpi_enabled() else "gloo"
 
 
 def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
@@ -171,18 +161,8 @@ def compute_capabilities() -> list[str]:
     return [".".join(map(str, each)) for each in found if each]
 
 
-class GroupProblem(NamedTuple):
-    """What is wrong with sums, and what to do."""
-
-    text: str
-    do: str
-
-    def __str__(self) -> str:
-        return f"{self.text}. {self.do}"
-
-
-def group_problem(group: WorkerGroup) -> GroupProblem | None:
-    """Collective: sum tensors that Horovod exchanges together; return what is wrong, alike on all ranks, if anything.
+def group_problem(group: WorkerGroup) -> tuple[str, str] | None:
+    """Collective: sum tensors that Horovod exchanges together; return what judge_group does, alike on all ranks.
 
     It may be the first exchange between devices, which hangs where they do not reach each other: the watchdog must run.
     """
@@ -197,21 +177,22 @@ def check_sums(group: WorkerGroup) -> None:
         problem = group_problem(group)
         with group.raise_together():
             if problem:
-                raise UserError(str(problem))
+                raise UserError(". ".join(problem))
 
 
-def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> GroupProblem | None:
-    """Return what is wrong with the sums of a group. rows: for each rank whether its sums are right, and its GPUs."""
+def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> tuple[str, str] | None:
+    """Return what is wrong with the sums of a group, if anything, and what to do.
+
+    rows: for each rank whether its sums are right, and the compute capabilities of its GPUs.
+    """
     wrong = [rank for rank, (is_right, _) in enumerate(rows) if not is_right]
     if not wrong:
         return None
     text = f"sums of tensors that Horovod exchanges together are wrong on {len(wrong)} of {len(rows)} ranks"
     capabilities = sorted({each for _, of_rank in rows for each in of_rank}, key=lambda each: (len(each), each))
     if not capabilities:
-        return GroupProblem(text, "Do not train here: install again with make install, and report this.")
+        return text, "Do not train here: install again with make install, and report this."
     compiled_for = ",".join(each.replace(".", "") for each in capabilities)
     here = f"of compute capability {' or '.join(capabilities)}"
     build = f"HOROVOD_BUILD_CUDA_CC_LIST={compiled_for} horovod-train build-horovod --gpu-operations NCCL"
-    return GroupProblem(
-        f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, {here}", f"Build it again: {build}."
-    )
+    return f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, {here}", f"Build it again: {build}."
