@@ -21,7 +21,6 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.layout import (
     BEST,
-    CHECKPOINTS,
     FORMER_BEST,
     MANIFEST,
     PREFIX,
@@ -110,28 +109,20 @@ class Store:
         """For a run that fails: wait for the checkpoint being written, and report the last good one."""
 
 
-def open_store(
-    directory: Path | None,
-    keep: int,
-    is_ours: Callable[[], bool] = lambda: True,
-    max_failed_saves: int | None = None,
-) -> Store:
-    """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
-
-    is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
-    max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
-    """
-    if directory is None:
-        return Store()
-    return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
-
-
 class CheckpointStore(Store):
     """The checkpoints in one folder, written by one thread at a time."""
 
     def __init__(
-        self, folder: Path, keep: int, is_ours: Callable[[], bool], max_failed_saves: int | None = None
+        self,
+        folder: Path,
+        keep: int,
+        is_ours: Callable[[], bool] = lambda: True,
+        max_failed_saves: int | None = None,
     ) -> None:
+        """is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
+
+        max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
+        """
         self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
         self._max_failed_saves, self._failed_saves = max_failed_saves, 0
         self._writer: threading.Thread | None = None

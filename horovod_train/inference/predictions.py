@@ -91,9 +91,14 @@ class Predictions:
 
 
 class PredictionsFile(Predictions):
-    """Collects rows in files next to the final one, so that memory does not grow with the number of records."""
+    """Collects rows in files next to the final one, so that memory does not grow with the number of records.
 
-    def __init__(self, path: Path, specs: Specs, num_records: int, names: RecordNames) -> None:
+    Names the class with the largest output, and how probable that is, if the model has one output, with a score for
+    each class, or one score for two classes.
+    """
+
+    def __init__(self, path: Path, specs: Specs, num_records: int, names: RecordNames = NO_NAMES) -> None:
+        """Raises UserError if the file cannot be written."""
         self._names, self._has_scores = names, _has_scores(specs, names)
         self._path, self._records = path, num_records
         self._folder, self._arrays = draft_of(path), dict[str, np.ndarray]()
@@ -272,17 +277,6 @@ def _best(scores: np.ndarray, are_logits: bool | None) -> tuple[np.ndarray, np.n
         scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
     return chosen, None if are_logits is None else scores[np.arange(len(scores)), chosen]
-
-
-def open_predictions(
-    out: str, specs: Specs, num_records: int, names: RecordNames = NO_NAMES, *, is_root: bool
-) -> Predictions:
-    """Open the file on root; do nothing elsewhere. Raises UserError if it cannot be written.
-
-    It names the class with the largest output, and how probable that is, if the model has one output, with a score for
-    each class, or one score for two classes.
-    """
-    return PredictionsFile(Path(out), specs, num_records, names) if is_root else Predictions()
 
 
 def _columns(name: str, array: np.ndarray) -> list[str]:

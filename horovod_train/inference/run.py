@@ -39,7 +39,7 @@ from horovod_train.distributed.layer_contents import contents, finalize
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RunError, UserError, one_line
-from horovod_train.inference.predictions import Predictions, RecordNames, Specs, open_predictions
+from horovod_train.inference.predictions import Predictions, PredictionsFile, RecordNames, Specs
 from horovod_train.output.rank_log import RankLog
 from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
@@ -142,7 +142,9 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             outputs = Outputs(model, pipeline, "data.eval")
             names = class_names(config.data, trained.class_names or records.schema.class_names)
             about = RecordNames(records.files(), names, _are_logits(config, model), records.numbers())
-            file = open_predictions(out, outputs.specs, pipeline.num_records, about, is_root=group.is_root)
+            file = Predictions()
+            if group.is_root:
+                file = PredictionsFile(Path(out), outputs.specs, pipeline.num_records, about)
 
         def collect(batches: Batches, steps: int, _: StepSize) -> None:
             ids, rows = outputs.compute(batches, steps)

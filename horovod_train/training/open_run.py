@@ -22,8 +22,8 @@ from types import TracebackType
 
 import numpy as np
 
-from horovod_train.checkpoint.layout import Checkpoint
-from horovod_train.checkpoint.manager import Store, open_store
+from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint
+from horovod_train.checkpoint.manager import CheckpointStore, Store
 from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import kept_batch, resolve
@@ -230,7 +230,10 @@ def open_run(config: Config) -> Iterator[Run]:
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
             saved = config.checkpoint
-            store = open_store(output.directory, saved.keep, lease.is_ours, saved.max_failed_saves)
+            store = Store()
+            if output.directory:
+                folder = output.directory / CHECKPOINTS
+                store = CheckpointStore(folder, saved.keep, lease.is_ours, saved.max_failed_saves)
             checkpoint = store.find(config.checkpoint.resume)
         group.heartbeat.is_saving = lambda: store.step_under_way is not None
         batch_before = checkpoint.facts.setting("data.global_batch_size") if checkpoint else None

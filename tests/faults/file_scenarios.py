@@ -85,15 +85,15 @@ def save_checkpoints(resume: str = "auto", course: float = 0.0) -> int:
 
 
 def save_three_times(resume: str, course: float) -> int:
-    from horovod_train.checkpoint.layout import Best, Facts, path_in
-    from horovod_train.checkpoint.manager import open_store
+    from horovod_train.checkpoint.layout import CHECKPOINTS, Best, Facts, path_in
+    from horovod_train.checkpoint.manager import CheckpointStore
     from horovod_train.checkpoint.tensors import read_arrays
     from horovod_train.errors import RunError
 
     run = Path("run")
     if not run.exists():  # a call of this scenario's own must not be one that fails
         run.mkdir()
-    store = open_store(run, keep=2)
+    store = CheckpointStore(run / CHECKPOINTS, keep=2)
     found = store.find(resume)
     first = found.facts.step if found else 0
     store.rewind(first)
@@ -167,10 +167,10 @@ def one_good_checkpoint(here: Path, plain: Path) -> list[str]:
 
 def write_predictions(name: str) -> Callable[[], int]:
     def run() -> int:
-        from horovod_train.inference.predictions import open_predictions
+        from horovod_train.inference.predictions import PredictionsFile
 
         specs: dict[str, Any] = {"output": ((3,), np.dtype(np.float32)), "label": ((), np.dtype(np.int64))}
-        with contextlib.closing(open_predictions(name, specs, 10, is_root=True)) as file:
+        with contextlib.closing(PredictionsFile(Path(name), specs, 10)) as file:
             for first in (0, 5):
                 ids = np.arange(first, first + 5)
                 rows: dict[str, Any] = {"output": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "label": ids}

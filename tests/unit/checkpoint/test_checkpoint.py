@@ -24,8 +24,18 @@ import tensorflow as tf
 from conftest import HANGS_AFTER_S
 
 from horovod_train.checkpoint import layout, manager, tensors
-from horovod_train.checkpoint.layout import MANIFEST, Best, Damaged, Facts, most_at_once, open_checkpoint, pack, verify
-from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
+from horovod_train.checkpoint.layout import (
+    CHECKPOINTS,
+    MANIFEST,
+    Best,
+    Damaged,
+    Facts,
+    most_at_once,
+    open_checkpoint,
+    pack,
+    verify,
+)
+from horovod_train.checkpoint.manager import CheckpointStore, Store
 from horovod_train.checkpoint.tensors import load, read_arrays
 from horovod_train.config.loader import as_dict
 from horovod_train.config.loader import load as load_config
@@ -69,9 +79,8 @@ class Run:
     def __init__(self, directory: Path, keep: int = 3, is_ours: Callable[[], bool] = lambda: True) -> None:
         directory.mkdir(exist_ok=True)
         self.directory, self._first_line = directory, len(_SAID)
-        store = open_store(directory, keep, is_ours)
-        assert isinstance(store, CheckpointStore)
-        self.store, self.folder = store, directory / "checkpoints"
+        self.folder = directory / CHECKPOINTS
+        self.store = CheckpointStore(self.folder, keep, is_ours)
 
     @property
     def said(self) -> list[str]:
@@ -463,9 +472,8 @@ def test_a_run_that_has_lost_its_directory_changes_nothing_in_it(tmp_path: Path)
     assert late.names() == {"step-000000001", "step-000000002"}
 
 
-def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
-    store = open_store(None, 3)
-    assert type(store) is Store
+def test_other_ranks_have_every_method_and_no_effect() -> None:
+    store = Store()
     public = {name for name in vars(CheckpointStore) if not name.startswith("_")}
     assert public <= {name for name in vars(Store) if not name.startswith("_")}
     store.rewind(0)

@@ -18,8 +18,8 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.checkpoint import manager
-from horovod_train.checkpoint.layout import Facts, open_checkpoint, verify
-from horovod_train.checkpoint.manager import CheckpointStore, Store, open_store
+from horovod_train.checkpoint.layout import CHECKPOINTS, Facts, open_checkpoint, verify
+from horovod_train.checkpoint.manager import CheckpointStore, Store
 from horovod_train.checkpoint.tensors import read_arrays, write
 from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import NullAudit
@@ -83,7 +83,7 @@ def test_the_watch_sees_a_large_save_go_on_until_its_disk_counts_as_stuck(
     now, may_end = 1000.0, threading.Event()
     monkeypatch.setattr(manager, "write", lambda *_: may_end.wait())
     monkeypatch.setattr("horovod_train.checkpoint.manager.time.perf_counter", lambda: now)
-    store = open_store(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path / CHECKPOINTS, keep=1)
     facts = Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={})
     store.save({"model/table": np.zeros(25_000_000, np.float32)}, facts)
     shown = []
@@ -187,8 +187,7 @@ def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
 
 
 def test_a_save_that_is_due_while_one_is_written_waits_before_it_copies(tmp_path: Path) -> None:
-    store = open_store(tmp_path, keep=9)
-    assert isinstance(store, CheckpointStore)
+    store = CheckpointStore(tmp_path / CHECKPOINTS, keep=9)
     copies = save_in_a_row(store)
     assert (copies.taken, copies.taken_too_early) == (4, 0)
     assert store.wait() is None
@@ -207,8 +206,7 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
         write(*given)
 
     monkeypatch.setattr(manager, "write", failing)
-    store = open_store(tmp_path, keep=9)
-    assert isinstance(store, CheckpointStore)
+    store = CheckpointStore(tmp_path / CHECKPOINTS, keep=9)
     run = run_of(store)
     save = Save(run, 0, NullAudit(), Copies(), {})
     save.at_end(run, 0)
@@ -227,8 +225,7 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
 @pytest.mark.parametrize("by", ["callbacks", "hooks"])
 def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
     """As after a stop at the last step: the next start has only the end to do, and the one after that has nothing."""
-    store = open_store(tmp_path, keep=9)
-    assert isinstance(store, CheckpointStore)
+    store = CheckpointStore(tmp_path / CHECKPOINTS, keep=9)
     run, written = run_of(store), []
     state: Mapping[str, Any] = {}
     run.outside_training = lambda *about: nullcontext()
@@ -267,7 +264,7 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: Path) -> None:
-    run = run_of(open_store(tmp_path, keep=9))
+    run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     run.state.optimizer.by_path["optimizer"].learning_rate = 0.5
     Save(run, 0, NullAudit(), Copies(), {})(run, 1)
     assert run.store.wait() is None
@@ -275,7 +272,7 @@ def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: P
 
 
 def test_a_checkpoint_tells_what_layers_hold_besides_weights(tmp_path: Path) -> None:
-    run = run_of(open_store(tmp_path, keep=9))
+    run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     norm = run.state.model.layers[-1]
     norm.center = np.ones(3)
     held = contents(run.state.model)
@@ -294,7 +291,7 @@ def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path
             done.append("ranks met")
             return rows
 
-    run = run_of(open_store(tmp_path, keep=9))
+    run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     run.group = Noting()
     audit: Any = SimpleNamespace(flush=lambda: done.append("audit"))
     Save(run, 0, audit, Copies(), {})(run, 1)
@@ -327,7 +324,7 @@ def test_the_name_of_a_checkpoint_is_on_disk_when_its_save_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = note_synced(tmp_path, monkeypatch, lambda path: (path.name, path.is_dir() and os.listdir(path)))
-    store = open_store(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path / CHECKPOINTS, keep=2)
     store.save(VALUES, Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={}))
     assert store.wait() is None
     assert ("checkpoints", ["step-000000001"]) in synced
@@ -337,8 +334,7 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = note_synced(tmp_path, monkeypatch, lambda path: (path.name, path.stat().st_size))
-    store = open_store(tmp_path, keep=9)
-    assert isinstance(store, CheckpointStore)
+    store = CheckpointStore(tmp_path / CHECKPOINTS, keep=9)
     run = run_of(store)
     run.output = RunOutput(tmp_path)
     run.output.append_metrics("train", 1, 0, {"loss": 1.0})

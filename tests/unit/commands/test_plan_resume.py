@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from made_records import make_images
 
-from horovod_train.checkpoint.layout import Facts
-from horovod_train.checkpoint.manager import open_store
+from horovod_train.checkpoint.layout import CHECKPOINTS, Facts
+from horovod_train.checkpoint.manager import CheckpointStore
 from horovod_train.checkpoint.tensors import write
 from horovod_train.commands.plan import find_resume
 from horovod_train.config.settings import CheckpointConfig, Config
@@ -80,7 +80,7 @@ def step_or_words(find: Callable[[], Any]) -> str:
 def test_plan_takes_the_checkpoint_that_the_run_takes(runs: Path, run_dir: str, resume: str, expected: str) -> None:
     config = Config(output_dir=run_dir, checkpoint=CheckpointConfig(resume=resume))
     planned = step_or_words(lambda: find_resume(config)[0])
-    taken = step_or_words(lambda: open_store(Path(run_dir), 3).find(resume))
+    taken = step_or_words(lambda: CheckpointStore(Path(run_dir) / CHECKPOINTS, 3).find(resume))
     assert planned == taken
     assert planned.startswith(expected)
 

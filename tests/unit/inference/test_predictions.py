@@ -16,7 +16,7 @@ from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.errors import RunError, UserError
 from horovod_train.host import boot_id
 from horovod_train.inference import predictions
-from horovod_train.inference.predictions import PREDICTIONS, Predictions, RecordNames, Specs, open_predictions
+from horovod_train.inference.predictions import PREDICTIONS, Predictions, PredictionsFile, RecordNames, Specs
 from horovod_train.inference.run import _write
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
@@ -34,7 +34,7 @@ def finish(file: Predictions) -> int:
 
 
 def write(path: Path, parts: list[list[int]], records: int) -> int:
-    with closing(open_predictions(str(path), SPECS, records, is_root=True)) as file:
+    with closing(PredictionsFile(path, SPECS, records)) as file:
         for part in parts:
             ids = np.array(part)
             file.put(ids, rows(ids))
@@ -70,7 +70,7 @@ def test_records_left_out_are_not_made_up(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", ["npz", "csv"])
 def test_records_of_a_part_have_their_numbers_in_the_files(tmp_path: Path, suffix: str) -> None:
     path, names = tmp_path / f"out.{suffix}", RecordNames(numbers=np.array([2, 6, 13]))
-    with closing(open_predictions(str(path), SPECS, 3, names, is_root=True)) as file:
+    with closing(PredictionsFile(path, SPECS, 3, names)) as file:
         for number in (2, 0):  # one is bad, and left out
             file.put(np.array([number]), rows(np.array([number])))
         finish(file)
@@ -79,7 +79,7 @@ def test_records_of_a_part_have_their_numbers_in_the_files(tmp_path: Path, suffi
 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
-    with closing(open_predictions(str(tmp_path / "out.npz"), SPECS, 5, is_root=True)):
+    with closing(PredictionsFile(tmp_path / "out.npz", SPECS, 5)):
         (under_way,) = tmp_path.iterdir()
         left = tmp_path / ".out.npz.0123abcd.partial"
         names = ("more.npz.0123abcd", "out.npz.3210abcd", "out.npz.aaaabbbb")
@@ -100,7 +100,7 @@ def test_a_record_left_out_does_not_bring_all_outputs_into_memory(
     monkeypatch.setattr(predictions, "_BYTES", 1 << 16)
     records = 4000
     specs: Specs = {"output": ((250,), np.dtype("float64"))}  # 8 MB
-    with closing(open_predictions(str(tmp_path / "out.npz"), specs, records, is_root=True)) as file:
+    with closing(PredictionsFile(tmp_path / "out.npz", specs, records)) as file:
         for ids in np.split(np.arange(records), 40):
             file.put(np.where(ids == 7, -1, ids), {"output": np.repeat(ids[:, None], 250, axis=1).astype(float)})
         tracemalloc.start()
@@ -133,7 +133,7 @@ def test_ranks_meet_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(predictions, "_BYTES", 2 * 36)  # two records
     monkeypatch.setattr(predictions, "_ROWS", 2)
     group: Any = Alone(Heartbeat(), [])
-    with closing(open_predictions(str(tmp_path / f"out.{suffix}"), SPECS, 20, is_root=True)) as file:
+    with closing(PredictionsFile(tmp_path / f"out.{suffix}", SPECS, 20)) as file:
         file.put(np.arange(20), rows(np.arange(20)))
         _write(group, file)
         assert file.written == 20
@@ -145,7 +145,7 @@ def test_ranks_meet_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.
 def test_the_room_of_a_whole_file_is_there_before_anything_is_predicted(full_disk: Path) -> None:
     """Of 64 kB, its parts would take 40, and it as many again."""
     with pytest.raises(UserError, match=r"--out .*out\.npz: cannot be written: No space left on device"):
-        open_predictions(str(full_disk / "out.npz"), {"score": ((), np.dtype("float32"))}, 10_000, is_root=True)
+        PredictionsFile(full_disk / "out.npz", {"score": ((), np.dtype("float32"))}, 10_000)
     assert not list(full_disk.iterdir())
 
 
@@ -155,15 +155,18 @@ def test_a_record_that_comes_twice_is_noticed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_only_root_writes(tmp_path: Path) -> None:
-    file = open_predictions(str(tmp_path / "out.npz"), SPECS, 3, is_root=False)
-    assert type(file) is Predictions
-    assert not list(tmp_path.iterdir())
+def test_other_ranks_have_every_method_and_no_effect() -> None:
+    file = Predictions()
+    public = {name for name in vars(PredictionsFile) if not name.startswith("_")}
+    assert public <= {name for name in vars(Predictions) if not name.startswith("_")}
+    file.put(np.arange(3), rows(np.arange(3)))
+    assert finish(file) == 0
+    file.close()
 
 
 def test_a_place_that_cannot_be_written_is_named() -> None:
     with pytest.raises(UserError, match="cannot be written"):
-        open_predictions("/proc/out.npz", SPECS, 3, is_root=True)
+        PredictionsFile(Path("/proc/out.npz"), SPECS, 3)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +209,7 @@ def test_a_class_comes_with_its_probability_where_scores_tell_one(form: str, tmp
     names = RecordNames(("a.jpg", "b.jpg"), ("ant", "bee", "cat"), are_logits)
     for suffix in ("csv", "npz"):
         path = tmp_path / f"out.{suffix}"
-        with closing(
-            open_predictions(str(path), {"output": ((3,), np.dtype("float64"))}, 2, names, is_root=True)
-        ) as file:
+        with closing(PredictionsFile(path, {"output": ((3,), np.dtype("float64"))}, 2, names)) as file:
             file.put(np.array([1, 0]), {"output": scores[::-1]})
             finish(file)
         check_out("--out", str(path), PREDICTIONS)  # the next prediction may replace it
@@ -227,7 +228,7 @@ def test_a_class_comes_with_its_probability_where_scores_tell_one(form: str, tmp
 def test_one_score_is_of_the_second_of_two_classes(are_logits: bool, scores: list[list[float]], tmp_path: Path) -> None:
     names = RecordNames((), ("no", "yes"), are_logits)
     specs: Specs = {"output": ((1,), np.dtype("float64"))}
-    with closing(open_predictions(str(tmp_path / "out.csv"), specs, 2, names, is_root=True)) as file:
+    with closing(PredictionsFile(tmp_path / "out.csv", specs, 2, names)) as file:
         file.put(np.arange(2), {"output": np.array(scores)})
         finish(file)
     with (tmp_path / "out.csv").open(newline="") as file_of_rows:
