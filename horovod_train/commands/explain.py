@@ -32,7 +32,7 @@ from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RanksDisagree, UserError
 from horovod_train.host import has_run_since
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import STOP_FILE
+from horovod_train.output.files import STOP_FILE, read_json
 from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, read_lease
 from horovod_train.output.rank_log import (
     FOLDER,
@@ -210,15 +210,6 @@ def _without_logs(launched: Sequence[Entry], stories: Mapping[int, RankStory]) -
         return None
     what = f"the last start ended before its ranks had logs: {launched[-1].text.removeprefix('stopped: ')}"
     return Outcome("failed", what, None, launched[-1].time)
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object; empty if there is no complete one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _last_step_in_metrics(run_dir: Path) -> int | None:

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from horovod_train.commands.cli import check_out, write_out
-from horovod_train.commands.explain import Explanation, explain, read_json
+from horovod_train.commands.explain import Explanation, explain
 from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
-from horovod_train.output.files import Artifact, begins, lines_in
+from horovod_train.output.files import Artifact, begins, lines_in, read_json
 from horovod_train.output.metrics import Row, metrics_in
 from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root
 from horovod_train.output.tensorboard import Costs, find_profiles, read_profiles

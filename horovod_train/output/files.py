@@ -54,6 +54,15 @@ class Artifact:
 DRAFT = Artifact("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no complete one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def begins(path: Path, head: str) -> bool:
     """Return whether a file begins like this. So does a shorter file that a kill has left."""
     with path.open("rb") as file:

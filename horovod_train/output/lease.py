@@ -162,11 +162,8 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
 
     Holder None: the file names none. Process None: it is on another machine. Raises OSError.
     """
-    descriptor = os.open(directory / NAME, os.O_RDONLY)
-    try:
+    with _opened(directory / NAME, os.O_RDONLY) as descriptor:
         holder, refreshed = _read(descriptor), os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
     is_here = holder is not None and holder.machine == describe_me("").machine
     return holder, refreshed, is_running(holder.pid, holder.started) if holder and is_here else None
 
@@ -276,9 +273,9 @@ def _create(path: Path, holder: Holder) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
     # Opening makes NFS ask the server for the file's current state; for writing, because NFS locks no read-only files.
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, flags)
     try:
         yield descriptor
     finally:

@@ -62,6 +62,8 @@ class Aside(NamedTuple):
 
     figures: Mapping[str, float]
     phrase: str
+    shown: bool = True
+    """False if the line of the evaluation at this step shows the metrics, as `fit` shows both side by side."""
 
 
 NO_ASIDE = Aside({}, "")

@@ -5,7 +5,6 @@ Decides once, when opened, who writes: root. Does not decide when, and does not 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -29,6 +28,7 @@ from horovod_train.output.files import (
     check,
     json_text,
     must_be_writable,
+    read_json,
     remove,
     remove_drafts,
     write_atomically,
@@ -125,19 +125,9 @@ class Output:
         """Move the bar."""
 
     def append_metrics(
-        self,
-        split: str,
-        step: int,
-        epoch: int,
-        values: Mapping[str, float],
-        aside: Aside = NO_ASIDE,
-        *,
-        shown: bool = True,
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
-        """Write metrics in all forms, and log them as one line.
-
-        shown: False if the line of the evaluation at this step shows them, as `fit` shows both side by side.
-        """
+        """Write metrics in all forms, and log them as one line, unless `aside` says that another one shows them."""
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         """Add one line on how each rank alone changed each parameter: path → figure → by rank."""
@@ -232,21 +222,14 @@ class RunOutput(Output):
             self._bar.update(self._task, completed=step)
 
     def append_metrics(
-        self,
-        split: str,
-        step: int,
-        epoch: int,
-        values: Mapping[str, float],
-        aside: Aside = NO_ASIDE,
-        *,
-        shown: bool = True,
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
         self.show_progress(step)
         for writer in self._writers:
             writer.write(step, epoch, split, {**values, **aside.figures})
         seconds = int(time.monotonic() - self._started)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        if not shown:
+        if not aside.shown:
             self._held = step, values, aside
             return
         held_step, train, train_aside = self._held
@@ -273,11 +256,8 @@ class RunOutput(Output):
         return self._metrics.last.get(split, {})
 
     def tells_end_at(self, step: int) -> bool:
-        try:
-            summary = json.loads((self.directory / "summary.json").read_bytes())
-        except (OSError, ValueError):
-            return False
-        is_end = isinstance(summary, dict) and bool(summary.get("finished")) and summary.get("steps") == step
+        summary = read_json(self.directory / "summary.json")
+        is_end = bool(summary.get("finished")) and summary.get("steps") == step
         return is_end and (self.directory / "config.yaml").exists()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

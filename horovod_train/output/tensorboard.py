@@ -56,15 +56,10 @@ class Events(Appender):
         # TensorBoard looks for names of this form; each start has a separate file.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.v2"
         super().__init__(folder / name, unit="events", write_from_bytes=_WRITE_FROM_BYTES)
-        self._add(file_version="brain.Event:2")
+        self.put(file_version="brain.Event:2")
 
-    def add_summary(self, step: int, summary: Any) -> None:
-        self._add(step=step, summary=summary)
-
-    def add_graph(self, graph: Any) -> None:
-        self._add(graph_def=graph.SerializeToString())
-
-    def _add(self, **content: Any) -> None:
+    def put(self, **content: Any) -> None:
+        """Add an Event message with these fields and the time."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self.add(frame(Event(wall_time=time.time(), **content).SerializeToString()))
@@ -123,7 +118,7 @@ class TensorBoardWriter(TensorBoard):
 
         events = self._of(split)
         for name, value in values.items():
-            events.add_summary(step, scalar_pb(name, value))
+            events.put(step=step, summary=scalar_pb(name, value))
         events.flush()
 
     def add_config(self, step: int, config: Mapping[str, Any]) -> None:
@@ -132,9 +127,9 @@ class TensorBoardWriter(TensorBoard):
 
         events, settings = self._of("train"), dict(by_key(config))
         table = ["| setting | value |", "|---|---|", *(f"| {key} | {json.dumps(settings[key])} |" for key in settings)]
-        events.add_summary(step, text_pb("config", "\n".join(table)))
+        events.put(step=step, summary=text_pb("config", "\n".join(table)))
         plain = {key: value for key, value in settings.items() if isinstance(value, bool | int | float | str)}
-        events.add_summary(step, hparams_pb(plain, trial_id=str(self._directory)))
+        events.put(step=step, summary=hparams_pb(plain, trial_id=str(self._directory)))
         events.flush()
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
@@ -146,12 +141,12 @@ class TensorBoardWriter(TensorBoard):
         for name, value in values.items():
             buckets = make_tensor_proto(_buckets(value.numpy().astype(np.float32).ravel()))
             row = Summary.Value(tag=name, metadata=metadata, tensor=buckets)
-            events.add_summary(step, Summary(value=[row]))
+            events.put(step=step, summary=Summary(value=[row]))
         events.flush()
 
     def add_graph(self, draw: Callable[[], Any]) -> None:
         events = self._of("train")
-        events.add_graph(draw())
+        events.put(graph_def=draw().SerializeToString())
         events.flush()
 
     def start_profile(self, step: int) -> None:

@@ -41,7 +41,7 @@ from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, norm
 from horovod_train.errors import RunError, UserError, reading
 from horovod_train.host import usable_cores
 from horovod_train.output.console import track
-from horovod_train.output.files import Artifact, write_atomically
+from horovod_train.output.files import Artifact, read_json, write_atomically
 
 OpenStore = Callable[[str, Request], Store]
 """Opens one entry of data.train. Raises UserError."""
@@ -365,11 +365,8 @@ def _digest_file(path: str, storage: Storage) -> bytes:
 
 
 def _load(place: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    saved = content.get("digests") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    content = read_json(place)
+    saved = content.get("digests") if content.get("format") == _FORMAT else None
     return saved if isinstance(saved, dict) else {}
 
 

@@ -53,7 +53,8 @@ class LogTraining:
         values |= run.clock.take_blocked()
         aside = self._where_time_went(run, step, steps)
         is_shown_later = self._evaluated_every is not None and step % self._evaluated_every == 0
-        run.output.append_metrics("train", step, int(run.state.epoch), values, aside, shown=not is_shown_later)
+        aside = aside._replace(shown=not is_shown_later)
+        run.output.append_metrics("train", step, int(run.state.epoch), values, aside)
 
     def _speed(self, run: Run) -> tuple[int, dict[str, float]]:
         """Return the steps since the last call that were timed, and how fast they were."""

@@ -256,7 +256,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_epoch_is_one_line_with_both_side_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     output = RunOutput(tmp_path)
-    output.append_metrics("train", 23, 1, TRAIN, Aside({}, "compute-bound"), shown=False)
+    output.append_metrics("train", 23, 1, TRAIN, Aside({}, "compute-bound", shown=False))
     assert said(caplog) == []
     output.append_metrics("eval", 23, 1, {"loss": 0.25, "accuracy": 0.875})
     assert said(caplog) == [
