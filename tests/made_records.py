@@ -14,6 +14,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.batch_source import Batch
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
+from horovod_train.data.sampler import Rows
 from horovod_train.tfrecord_framing import frame
 
 FEATURES: dict[str, Any] = {
@@ -88,6 +89,11 @@ def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1
 
 def as_numpy(batch: Batch) -> NumpyBatch:
     return NumpyBatch(**tf.nest.map_structure(lambda values: values.numpy(), batch._asdict()))
+
+
+def ids_of(rows: Rows) -> np.ndarray:
+    """The records that a rank reads, -1 for padding."""
+    return np.where(rows.real, rows.records, -1)
 
 
 def ids(found: Sequence[NumpyBatch]) -> list[int]:

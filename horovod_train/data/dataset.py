@@ -89,11 +89,21 @@ class Records:
 
     def files(self) -> list[str]:
         """Return the file of each record, where each is a file; else nothing."""
-        return _files_of(self.source)
+        source = self.source
+        while isinstance(source, Selection):
+            source = source.source
+        files = source.files() if isinstance(source, RandomAccessRecords) else []
+        numbers = self.numbers() if files else None
+        return files if numbers is None else [files[number] for number in numbers.tolist()]
 
     def numbers(self) -> np.ndarray | None:
         """Return the position of each record in its files: int64 [records]. None if they are 0, 1, …: all are read."""
-        return _numbers_of(self.source)
+        source = self.source
+        numbers: np.ndarray | None = None
+        while isinstance(source, Selection):
+            numbers = source.numbers() if numbers is None else source.numbers()[numbers]
+            source = source.source
+        return numbers
 
     def find_buckets(self, config: DataConfig) -> Buckets | None:
         """Return how to sort the records by length; None without data.bucket_by_length. Raises UserError."""
@@ -197,7 +207,7 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
         check_weight(config.weight, schema)
     if not needs_labels:
         schema = dataclasses.replace(schema, targets=())
-    return SplitFiles(files, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
+    return SplitFiles(files, entries, lambda some: Records(SOURCES[kind](some, config), schema, setting), notes)
 
 
 def _why_tfrecords(files: Sequence[str], kind: str) -> str:
@@ -210,11 +220,6 @@ def _why_tfrecords(files: Sequence[str], kind: str) -> str:
     return f"{other} is read as TFRecords, because its name fits none of {', '.join(FILES)}."
 
 
-def _open_source(opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str]) -> Records:
-    """Open files whose schema is known."""
-    return Records(opener(files, config), schema, setting)
-
-
 def _open_stores(
     config: DataConfig, setting: str, needs_labels: bool, opener: OpenStore, files: Sequence[str]
 ) -> Records:
@@ -223,20 +228,6 @@ def _open_stores(
     if needs_labels:
         check_weight(config.weight, schema)
     return Records(source, schema, setting, source.notes, describes_itself=True)
-
-
-def _files_of(source: RecordSource) -> list[str]:
-    if isinstance(source, Selection):
-        files = _files_of(source.source)
-        return [files[record] for record in source.numbers().tolist()] if files else []
-    return source.files() if isinstance(source, RandomAccessRecords) else []
-
-
-def _numbers_of(source: RecordSource) -> np.ndarray | None:
-    if not isinstance(source, Selection):
-        return None
-    numbers = _numbers_of(source.source)
-    return source.numbers() if numbers is None else numbers[source.numbers()]
 
 
 def _folder_opener(paths: Sequence[str], storage: Storage, *, needs_labels: bool) -> OpenStore | None:
@@ -249,7 +240,7 @@ def _folder_opener(paths: Sequence[str], storage: Storage, *, needs_labels: bool
             for is_kind, opener in FOLDERS:
                 if all(is_kind(path, storage) for path in paths):
                     return opener
-        if not needs_labels and are_images(paths, storage) and not any(_has_tables(path, storage) for path in paths):
+        if not needs_labels and are_images(paths) and not any(_has_tables(path, storage) for path in paths):
             return UnlabelledImages
     except OSError:
         pass  # list_files says what cannot be read

@@ -45,11 +45,6 @@ class Rows(NamedTuple):
     records: np.ndarray
     real: np.ndarray
 
-    @property
-    def ids(self) -> np.ndarray:
-        """The records, with -1 for padding."""
-        return np.where(self.real, self.records, -1)
-
 
 @dataclass(frozen=True, eq=False)
 class Buckets:

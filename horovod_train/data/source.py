@@ -157,6 +157,13 @@ With data.on_bad_record: skip it uses the records before the damage and says so 
 """
 
 
+def parser_of_examples(features: dict[str, Feature]) -> Parser:
+    """Return the parser of serialized tf.train.Examples."""
+    from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
+
+    return SchemaParser(features)
+
+
 def digest_of(parts: Sequence[Part]) -> str:
     """Return the SHA-256, in hex, of all that identifies the parts, in their order."""
     total = hashlib.sha256()

@@ -8,8 +8,7 @@ from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.random_access.store import FileStore, check_local, even_blocks
-from horovod_train.data.schema import Feature
-from horovod_train.data.source import Parser
+from horovod_train.data.source import parser_of_examples
 from horovod_train.errors import UserError
 
 _NO_READAHEAD = "readahead_buffer_size:0"
@@ -43,10 +42,4 @@ def open_array_records(files: Sequence[str], config: DataConfig) -> RandomAccess
     if config.stage_dir:
         raise UserError(f"data.stage_dir: keeps blocks of TFRecords; {files[0]} is an ArrayRecord file. Leave it out.")
     stores = [ArrayRecordFile(path) for path in files]
-    return RandomAccessRecords(stores, _parser_of_examples, config.index_dir)
-
-
-def _parser_of_examples(features: dict[str, Feature]) -> Parser:
-    from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
-
-    return SchemaParser(features)
+    return RandomAccessRecords(stores, parser_of_examples, config.index_dir)

@@ -116,7 +116,7 @@ def _is_regular(path: str) -> bool:
         return False
 
 
-def are_images(paths: Sequence[str], storage: Storage) -> bool:
+def are_images(paths: Sequence[str]) -> bool:
     """Return whether each of these paths is a folder with images, an image, or a glob of images alone."""
     return bool(paths) and all(not is_remote(path) and _has_images(path) for path in paths)
 

@@ -32,7 +32,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
-from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, problems_of
+from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, parser_of_examples, problems_of
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, reopen_if_stale, resolved
 from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack, write_unpacked
 from horovod_train.errors import UserError, reading, unusable
@@ -70,9 +70,7 @@ class TFRecords:
         return TFRecordBlocks(self.index, self._stage_dir, self._storage).load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
-        from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
-
-        return SchemaParser(features)
+        return parser_of_examples(features)
 
 
 def open_tfrecords(files: Sequence[str], config: DataConfig) -> TFRecords:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from made_records import example, image_record, make_images, write_file
+from made_records import example, ids_of, image_record, make_images, write_file
 
 from horovod_train.commands import bench, check_data, index
 from horovod_train.config.settings import DataConfig
@@ -91,7 +91,7 @@ def test_an_audit_is_compared_with_the_data_themselves(
     log = AuditLog(str(run_dir), Start(0, 0, 0, 1, 70, 70, 1, data=records.digest))
     with pytest.raises(UserError, match="its ranks have noted no step yet"):
         run(check_data, "--audit", run_dir)
-    log.append(0, 0, plan.rows(plan.sequence(0), 0, 1, 0, 1).ids)
+    log.append(0, 0, ids_of(plan.rows(plan.sequence(0), 0, 1, 0, 1)))
     log.close()
     assert run(check_data, "--audit", run_dir) == 0
     assert "not compared with data.train" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_records import ids_of
 
 from horovod_train.data.audit import AuditLog, EpochAudit, NullAudit, Start, audit
 from horovod_train.data.sampler import Plan
@@ -31,7 +32,7 @@ def run(
         for number in range(steps):
             epoch, step = place
             if number + 1 < steps or ranks is None or rank < ranks:
-                log.append(epoch, step, PLAN.rows(PLAN.sequence(epoch), rank, size, step, step + 1).ids)
+                log.append(epoch, step, ids_of(PLAN.rows(PLAN.sequence(epoch), rank, size, step, step + 1)))
             place = (epoch, step + 1) if step + 1 < LAST else (epoch + 1, 0)
         log.close()
 
@@ -90,7 +91,7 @@ def test_an_epoch_that_is_not_over_has_no_missing_records(tmp_path: Path) -> Non
 def test_dropped_records_are_not_missing(tmp_path: Path) -> None:
     plan = dataclasses.replace(PLAN, drop_remainder=True)
     log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch, ""))
-    log.append(0, 0, plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch).ids)
+    log.append(0, 0, ids_of(plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch)))
     log.close()
     assert short(audit(str(tmp_path))) == [(0, 6, (1,), 0, 0)]
 
@@ -99,7 +100,7 @@ def test_dropped_records_are_not_missing(tmp_path: Path) -> None:
 def test_skipped_records_are_not_missing(drop: bool, tmp_path: Path) -> None:
     plan = dataclasses.replace(PLAN, drop_remainder=drop)
     log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch, ""))
-    rows = plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch).ids
+    rows = ids_of(plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch))
     skipped = int(rows[2, 5])
     log.append(0, 0, np.where(rows == skipped, mark_skipped(rows), rows))
     log.close()
@@ -142,7 +143,7 @@ def test_a_gap_before_a_resume_is_noticed(tmp_path: Path) -> None:
 
 def test_what_is_flushed_is_on_disk_before_close(tmp_path: Path) -> None:
     log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST, ""))
-    log.append(0, 0, PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2).ids)
+    log.append(0, 0, ids_of(PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2)))
     log.flush()
     assert short(audit(str(tmp_path))) == [(0, 2, (1,), 0, 0)]
     log.close()
@@ -153,9 +154,9 @@ def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path, said: li
     log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST, ""))
     with no_room(log):
         for step in range(3):
-            log.append(0, step, PLAN.rows(PLAN.sequence(0), 0, 1, step, step + 1).ids)
+            log.append(0, step, ids_of(PLAN.rows(PLAN.sequence(0), 0, 1, step, step + 1)))
             log.flush()
-    log.append(0, 3, PLAN.rows(PLAN.sequence(0), 0, 1, 3, LAST).ids)
+    log.append(0, 3, ids_of(PLAN.rows(PLAN.sequence(0), 0, 1, 3, LAST)))
     log.close()
     assert short(audit(str(tmp_path))) == [(0, 7, (1,), 0, 0)]
     assert ["No space left on device" in line for line in said] == [True, False]
@@ -165,7 +166,7 @@ def test_what_never_came_to_the_disk_is_a_hole_and_no_end(tmp_path: Path) -> Non
     for rank in range(2):
         log = AuditLog(str(tmp_path), Start(0, 0, rank, 2, 210, 32, LAST, ""))
         for step in range(LAST):
-            log.append(0, step, PLAN.rows(PLAN.sequence(0), rank, 2, step, step + 1).ids)
+            log.append(0, step, ids_of(PLAN.rows(PLAN.sequence(0), rank, 2, step, step + 1)))
             if (rank, step) == (1, 3):
                 log.lines = Lines(log.lines.path)  # as if what was held had become too much
             log.flush()
@@ -176,7 +177,7 @@ def test_what_never_came_to_the_disk_is_a_hole_and_no_end(tmp_path: Path) -> Non
 
 def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path, said: list[str]) -> None:
     log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST, ""))
-    log.append(0, 0, PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2).ids)
+    log.append(0, 0, ids_of(PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2)))
     with no_room(log):
         log.close()
     assert "No space left on device" in said[0]

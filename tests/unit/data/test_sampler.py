@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_records import ids_of
 
 from horovod_train.data.sampler import Order, Plan
 
@@ -41,7 +42,7 @@ a_few = settings(max_examples=50)  # examples a property
 def taken(plan: Plan, epoch: int, size: int, first_step: int = 0) -> list[np.ndarray]:
     """What all ranks together take in each step, in order of rank and row, without padding."""
     sequence, last = plan.sequence(epoch), plan.steps_per_epoch
-    by_rank = [plan.rows(sequence, rank, size, first_step, last).ids for rank in range(size)]
+    by_rank = [ids_of(plan.rows(sequence, rank, size, first_step, last)) for rank in range(size)]
     steps = np.concatenate(by_rank, axis=1) if last > first_step else np.zeros((0, 0), np.int64)
     return [step[step >= 0] for step in steps]
 
@@ -157,7 +158,7 @@ def test_file_order_is_file_order() -> None:
 def test_in_lanes_each_rank_reads_one_stretch() -> None:
     plan = Plan(np.full(10, 100), 40, order="lanes")
     for rank in range(4):
-        ids = plan.rows(plan.sequence(0), rank, 4, 0, plan.steps_per_epoch).ids
+        ids = ids_of(plan.rows(plan.sequence(0), rank, 4, 0, plan.steps_per_epoch))
         assert sorted(ids.ravel()) == list(range(rank * 250, rank * 250 + 250))
 
 
