@@ -28,7 +28,7 @@ from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build import build_training
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps.shares import Shares
-from horovod_train.training.sync import CombineList, EveryStep, Exchanged
+from horovod_train.training.sync import CombineList, Exchanged, SyncStrategy
 
 WINDOWS = 5
 """Number of parts of the measured time."""
@@ -37,14 +37,14 @@ SHAPES = {"convnet": (28, 28, 1), "mlp": (5,)}
 LOSSES = {"convnet": "SparseCategoricalCrossentropy", "mlp": "BinaryCrossentropy"}
 
 
-class Alone(EveryStep):
+class Alone(SyncStrategy):
     """Each rank applies its own gradients, without any exchange."""
 
     def exchange(self, combine: CombineList, local_gradients: Sequence[Any], *more: Any) -> Exchanged:
         return Exchanged(list(local_gradients), local_gradients)
 
 
-KINDS = {"exchange": EveryStep, "alone": Alone}
+KINDS = {"exchange": SyncStrategy, "alone": Alone}
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def measure(group: WorkerGroup, system: str, seconds: float, kinds: Sequence[str
 class Trainer:
     """Trains a system on synthetic records."""
 
-    def __init__(self, group: WorkerGroup, name: str, synchronization: EveryStep) -> None:
+    def __init__(self, group: WorkerGroup, name: str, synchronization: SyncStrategy) -> None:
         keras.utils.set_random_seed(1)
         rows, self._steps, rate, momentum = SYSTEMS[name]
         self._group, self._calls, self._size = group, 1, StepSize(rows, is_full=True)

@@ -66,15 +66,19 @@ def rows_that_count(weights: tf.Tensor, share: tf.Tensor | None = None) -> Itera
         _share.reset(tokens[1])
 
 
-def layers_inside(layer: keras.Layer, visited: set[int] | None = None) -> Iterator[keras.Layer]:
-    """Yield a layer and the layers inside it, each once, in the order of their attachment. visited: ids to skip."""
+def layers_inside(layer: keras.Layer) -> Iterator[keras.Layer]:
+    """Yield a layer and the layers inside it, each once, in the order of their attachment."""
+    return all_parts_in(layer, keras.Layer)
+
+
+def all_parts_in(value: Any, kind: type[T], visited: set[int] | None = None) -> Iterator[T]:
+    """Do as parts_in, and yield the parts of each part after it; each object once. visited: ids to skip."""
     visited = set() if visited is None else visited
-    if id(layer) in visited:
-        return
-    visited.add(id(layer))
-    yield layer
-    for inner in parts_in(vars(layer), keras.Layer):
-        yield from layers_inside(inner, visited)
+    for part in parts_in(value, kind):
+        if id(part) not in visited:
+            visited.add(id(part))
+            yield part
+            yield from all_parts_in(vars(part), kind, visited)
 
 
 def parts_in(value: Any, kind: type[T]) -> Iterator[T]:

@@ -24,7 +24,7 @@ from horovod_train.data.dataset import Records
 from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
 from horovod_train.distributed.optimizer import GradientExchange
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in, synchronise_batch_norm
+from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside, parts_in, synchronise_batch_norm
 from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import averages_of, compile_arguments, compiled_losses
@@ -513,16 +513,9 @@ def _held_losses(model: keras.Model) -> list[keras.losses.Loss]:
 
 
 def _losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Return the losses that a model was compiled with and those that it and its layers hold."""
-    given = parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)
-    found: dict[int, keras.losses.Loss] = {}
-    waiting = [*compiled_losses(model), *given, *_held_losses(model)]
-    while waiting:
-        loss = waiting.pop(0)
-        if id(loss) not in found:
-            found[id(loss)] = loss
-            waiting += parts_in({**vars(loss)}, keras.losses.Loss)  # those that it is made of
-    return list(found.values())
+    """Return the losses that a model was compiled with and those that it and its layers hold; those in them, too."""
+    given = compile_arguments(model).get("loss")
+    return list(all_parts_in([*compiled_losses(model), given, *_held_losses(model)], keras.losses.Loss))
 
 
 def _take_on_losses(model: keras.Model, shares: Shares) -> None:

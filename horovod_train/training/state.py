@@ -24,7 +24,7 @@ from horovod_train.errors import DivergedError
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.steps.optimizers import Optimizers
-from horovod_train.training.sync import EveryStep, SyncStrategy, by_unique_name
+from horovod_train.training.sync import SyncStrategy, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
 """Decay of the moving average of the training loss."""
@@ -60,7 +60,7 @@ class TrainState:
         self.model, self.optimizer = model, optimizer
         self.tracked = dict(tracked or {})
         self.averages = averages or MovingAverages(model, None)
-        self.synchronization = synchronization or EveryStep()
+        self.synchronization = synchronization or SyncStrategy()
         # On the host: the watchdog reads them, and a device that is stuck could not be read.
         with tf.device("CPU:0"):
             self.step, self.epoch, self.records = (

@@ -147,10 +147,6 @@ class SyncStrategy:
         return None
 
 
-class EveryStep(SyncStrategy):
-    """Gradients are exchanged in every step."""
-
-
 class Local(SyncStrategy):
     """Each rank applies its own gradients; every `average_every_steps` steps the ranks average their variables.
 
@@ -336,7 +332,7 @@ class Stale(SyncStrategy):
 
 
 STRATEGIES: dict[str, Callable[[SyncParts], SyncStrategy]] = {
-    "every_step": lambda _: EveryStep(),
+    "every_step": lambda _: SyncStrategy(),
     "stale": Stale,
     "local": Local,
 }

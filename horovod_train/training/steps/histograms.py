@@ -90,7 +90,8 @@ class Summaries:
             whole = update.exchange.combine_each(gradients, f"histograms.{call}")
             for variable, gradient in zip(update.variables[call], whole, strict=True):
                 if gradient is not None:
-                    combined[variable.ref()] = tf.cast(_values(gradient), tf.float32) / scale
+                    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+                    combined[variable.ref()] = tf.cast(values, tf.float32) / scale
         trained = [as_tf_variable(variable) for variable in step.state.model.trainable_variables]
         real = batch.ids >= 0
         return (
@@ -127,21 +128,17 @@ def _noting_outputs(layers: Mapping[str, keras.Layer]) -> Iterator[dict[str, lis
         def call_and_note(*args: Any, **kwargs: Any) -> Any:
             outputs = call(*args, **kwargs)
             for name in [name for name, each in layers.items() if each is layer]:
-                noted[name] += [tensor for tensor in tf.nest.flatten(outputs) if _has_floats(tensor)]
+                noted[name] += [
+                    tensor
+                    for tensor in tf.nest.flatten(outputs)
+                    if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating
+                ]
             return outputs
 
         return call_and_note
 
     with method_replaced(layers.values(), "call", noting):
         yield noted
-
-
-def _has_floats(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.dtype.is_floating
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _without_padding(output: tf.Tensor, real: tf.Tensor) -> tf.Tensor:

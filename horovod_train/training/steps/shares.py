@@ -149,8 +149,6 @@ class Shares:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self.share: tf.Tensor | None = None
-        self.are_equal = False
-        """Whether all shares count as 1, for a test that shows what they are for."""
         self._in_step = False
         self._noted: list[tf.Tensor] | None = None
         self.totals: list[tf.Tensor] | None = None
@@ -163,8 +161,7 @@ class Shares:
         totals: in the order in which the losses are called; None: the losses exchange theirs.
         """
         before = self.share, self._in_step, self.totals
-        self.share = None if self.are_equal else share
-        self._in_step, self.totals = True, None if totals is None else list(totals)
+        self.share, self._in_step, self.totals = share, True, None if totals is None else list(totals)
         try:
             yield
         finally:

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 from facts import leave
+from stepping import ignore_shares
 
 from horovod_train.config.loader import build
 from horovod_train.config.rules import resolve
@@ -97,7 +98,8 @@ def _begin(config: Config, group: WorkerGroup) -> Components:
     keras.config.set_dtype_policy("float32")
     opened = open_on_all_ranks(config.data, ["train", "eval"], group)
     parts = build_components(config, group, opened["train"], opened["eval"])
-    parts.train_step.shares.are_equal = "--equal-shares" in sys.argv
+    if "--equal-shares" in sys.argv:
+        ignore_shares(parts.train_step.shares)
     group.broadcast(list(parts.state.variables().values()))
     return parts
 

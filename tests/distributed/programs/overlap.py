@@ -15,10 +15,10 @@ from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import Cursor
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.training.steps.step import TrainStep
-from horovod_train.training.sync import CombineList, EveryStep, Exchanged
+from horovod_train.training.sync import CombineList, Exchanged, SyncStrategy
 
 
-class AfterAll(EveryStep):
+class AfterAll(SyncStrategy):
     """Exchanges nothing before the whole backward pass is over."""
 
     def exchange(self, combine: CombineList, local_gradients: Sequence[Any], *more: Any) -> Exchanged:
@@ -27,10 +27,10 @@ class AfterAll(EveryStep):
 
 
 def facts() -> dict[str, list[int]]:
-    return {strategy.__name__: waiting_for_the_first_layer(strategy) for strategy in (EveryStep, AfterAll)}
+    return {strategy.__name__: waiting_for_the_first_layer(strategy) for strategy in (SyncStrategy, AfterAll)}
 
 
-def waiting_for_the_first_layer(strategy: type[EveryStep]) -> list[int]:
+def waiting_for_the_first_layer(strategy: type[SyncStrategy]) -> list[int]:
     """Return the gradients whose exchange begins after that of the first layer's kernel, 0, is computed."""
     nodes = {node.name: node for node in _nodes_around_exchanges(_build_step(strategy))}
 
@@ -54,7 +54,7 @@ def waiting_for_the_first_layer(strategy: type[EveryStep]) -> list[int]:
     return sorted(index for index, node in exchanges.items() if last in comes_before(node.name))
 
 
-def _build_step(strategy: type[EveryStep]) -> TrainStep:
+def _build_step(strategy: type[SyncStrategy]) -> TrainStep:
     large = SMALL_BYTES // 4 // 8 + 1  # so that gradients are not exchanged together
     head = [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(large)]
     model = keras.Sequential(head)

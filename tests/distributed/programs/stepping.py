@@ -22,6 +22,12 @@ ANY_SIZE = StepSize(rows=None, is_full=False)
 """Of steps of which only the data tells how many records a rank has."""
 
 
+def ignore_shares(shares: Shares) -> None:
+    """Have the shares of all ranks count as 1, to show what they are for."""
+    of_pass = shares.of_pass
+    shares.of_pass = lambda share, totals=None: of_pass(None, totals)  # type: ignore[method-assign]
+
+
 def like(spec: Batch, *, has_weights: bool = False) -> BatchSource:
     """Return what a step is built for: batches as they are. spec: of tf.TensorSpec."""
     return cast(BatchSource, SimpleNamespace(scaled_spec=spec, has_weights=has_weights, scaled=lambda batch: batch))

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from stepping import ANY_SIZE, build_step
+from stepping import ANY_SIZE, build_step, ignore_shares
 
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
 from horovod_train.data.batch_source import Batch, Batches, StepSize
@@ -109,7 +109,8 @@ def train(
     horovod = HorovodConfig(sparse_as_dense=sparse_as_dense)
     settings = Config(train=config, horovod=horovod, jit_compile=jit_compile, seed=5)
     step = build_step(model, share(0), group, settings)
-    step.shares.are_equal = shares_are_equal
+    if shares_are_equal:
+        ignore_shares(step.shares)
     step.state.step.assign(first_step)
     step.run(batches(), 1, FULL)
     step.run(batches(first=1), 2, ANY_SIZE)

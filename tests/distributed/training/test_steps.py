@@ -151,7 +151,7 @@ def test_gradients_are_exchanged_beside_the_rest_of_the_backward_pass(
     rank_facts: RankFacts, launcher: str, np_: int
 ) -> None:
     for facts in rank_facts("steps", launcher, np_):
-        assert facts["waiting"] == {"EveryStep": [0], "AfterAll": [0, 1, 2, 3]}
+        assert facts["waiting"] == {"SyncStrategy": [0], "AfterAll": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS[:2])

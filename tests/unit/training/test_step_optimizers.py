@@ -14,7 +14,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.training.steps.optimizers import Optimizers, Update, add_gradients
 from horovod_train.training.steps.shares import Shares
-from horovod_train.training.sync import EveryStep
+from horovod_train.training.sync import SyncStrategy
 
 
 def rows(values: list[float], indices: list[int]) -> tf.IndexedSlices:
@@ -60,7 +60,7 @@ class Given:
         self.shares = Shares(cast(WorkerGroup, SimpleNamespace(size=2)))
         step = tf.Variable(0, dtype=tf.int64, trainable=False)
         exchange, enter = cast(GradientExchange, Doubling()), lambda phase, after=(): tf.no_op()
-        self.update = Update(self.optimizers, exchange, EveryStep(), self.shares, step, enter)
+        self.update = Update(self.optimizers, exchange, SyncStrategy(), self.shares, step, enter)
         self.optimizers.distribute(self.update)
 
     def apply(self, *gradients: list[float], share: float | None = None, loss: float | None = None) -> list[float]:

@@ -15,7 +15,7 @@ from keras import layers
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.training.sync import STRATEGIES, EveryStep, Local, Stale, SyncParts
+from horovod_train.training.sync import STRATEGIES, Local, Stale, SyncParts, SyncStrategy
 
 ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0, is_root=True))
 
@@ -88,7 +88,7 @@ def test_what_waits_at_a_step_without_records_is_applied_after_it_combined_once(
 
 
 def test_in_every_step_what_is_applied_is_what_the_exchange_gives() -> None:
-    now = EveryStep().exchange(doubled, [tf.constant(3.0), None], [], tf.constant(0, tf.int64))
+    now = SyncStrategy().exchange(doubled, [tf.constant(3.0), None], [], tf.constant(0, tf.int64))
     assert (float(now.gradients[0]), now.gradients[1], float(now.local[0])) == (6.0, None, 3.0)
 
 
