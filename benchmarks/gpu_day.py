@@ -35,8 +35,8 @@ from rank_programs import gpu_steps
 from rank_programs.gpu_steps import Day, Found, NotOk
 
 from horovod_train.commands.cli import above_0
-from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import one_line
+from horovod_train.host import sees_gpu
 from horovod_train.output.files import Artifact, write_atomically
 
 RESULTS = Artifact("the results of a day", r"results\.json")

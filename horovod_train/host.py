@@ -1,4 +1,4 @@
-"""This host: the user's cache, how many cores this process may keep busy, which processes run, and open files.
+"""This host: the user's cache, cores that this process may keep busy, GPUs, which processes run, and open files.
 
 Binds no process to cores, nor shares them among ranks; see device. Does not look at what files hold. In the lowest
 layer, because the watchdog asks which open files no thread is reading.
@@ -50,6 +50,11 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
 def usable_cores(cores: int | None = None) -> int:
     """Return how many of so many cores the container may keep busy together; default: those that this process has."""
     return max(1, math.ceil(min(cores or len(os.sched_getaffinity(0)), cpu_quota())))
+
+
+def sees_gpu() -> bool:
+    """Return whether this host has an NVIDIA GPU that its processes could use."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 # --- processes -----------------------------------------------------------------------------------------------

@@ -52,9 +52,8 @@ from horovod_train.distributed.launch.local import (
     visible_gpus,
     wait_for_all,
 )
-from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError, UserError
-from horovod_train.host import usable_cores
+from horovod_train.host import sees_gpu, usable_cores
 from horovod_train.output import logs
 from horovod_train.output.rank_log import read_stories
 

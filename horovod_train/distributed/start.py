@@ -35,7 +35,7 @@ from horovod_train.distributed.launch import key_value_store, launcher, network,
 from horovod_train.distributed.launch.local import list_slices
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
-from horovod_train.host import boot_id, usable_cores
+from horovod_train.host import boot_id, sees_gpu, usable_cores
 from horovod_train.output.files import must_be_writable
 from horovod_train.shown_text import listed
 
@@ -118,7 +118,7 @@ def start_process(
         horovod or HorovodConfig(),
         os.environ,
         library=_library(started_by),
-        has_gpu=tuning.sees_gpu(),
+        has_gpu=sees_gpu(),
         deterministic=deterministic,
         extra_defaults=environment,
     )

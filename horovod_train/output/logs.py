@@ -15,9 +15,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from horovod_train.errors import UserError
+from horovod_train.host import sees_gpu
 from horovod_train.output.console import to_stderr, to_stdout, unfailing
 
 ANY_RANK = {"any_rank": True}
@@ -199,5 +199,4 @@ def _without_noise() -> Iterator[None]:
 
 def _is_noise(line: str) -> bool:
     # Without a device file there is no GPU; with one, the user must see a driver that fails.
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-    return bool(_NOISE.match(line) or (_NO_DRIVER.match(line) and not has_gpu))
+    return bool(_NOISE.match(line) or (_NO_DRIVER.match(line) and not sees_gpu()))

@@ -159,14 +159,18 @@ def list_gpus() -> dict[int, str]:
 
 def driver_gpus() -> dict[int, str]:
     """Return the same with those that CUDA_VISIBLE_DEVICES hides. A scheduler's cgroups may hide further ones."""
+    answer = _ask_driver("--query-gpu=index,uuid", "--format=csv,noheader")
+    return parse_gpus(answer.stdout) if answer is not None and answer.returncode == 0 else {}
+
+
+def _ask_driver(*options: str) -> subprocess.CompletedProcess[str] | None:
+    """Run nvidia-smi; None if it is not there, or does not end."""
     if shutil.which("nvidia-smi") is None:
-        return {}
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+        return None
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return parse_gpus(finished.stdout) if finished.returncode == 0 else {}
+        return None
 
 
 def find_uuid(name: str, uuids: Mapping[int, str]) -> str | None:
@@ -185,13 +189,8 @@ def parse_gpus(text: str) -> dict[int, str]:
 
 def list_slices() -> dict[str, str]:
     """Return the UUID of its GPU for each slice (MIG) that this process may use, by the slice's UUID."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    try:
-        finished = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return parse_slices(finished.stdout)
+    answer = _ask_driver("-L")
+    return {} if answer is None else parse_slices(answer.stdout)
 
 
 def parse_slices(text: str) -> dict[str, str]:

@@ -58,10 +58,6 @@ def interfaces() -> dict[str, str]:
     return {str(name): str(ipv4[name][0]) for name in up}
 
 
-def address_of_interface(name: str) -> str | None:
-    return interfaces().get(name)
-
-
 def host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
     """Return a name for the host of each rank, and another one for each host: cloned machines may have one name.
 
@@ -88,8 +84,9 @@ def choose_host(hosts: Sequence[str], interface_names: Sequence[str]) -> str:
     """
     if len(set(hosts)) == 1:
         return "127.0.0.1"
-    for address in filter(None, map(address_of_interface, interface_names)):
-        return address
+    for name in interface_names:
+        if address := interfaces().get(name):
+            return address
     hostname = socket.gethostname()
     for host in hosts:
         if host != hostname:

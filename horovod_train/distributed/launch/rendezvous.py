@@ -403,7 +403,7 @@ def _address_of_root(step: Step | Meeting) -> str:
         try:
             return _own_address_towards(_address_of(step.nodes[1]))
         except RunError:
-            if (own := network.address_of_interface(os.environ.get("HOROVOD_GLOO_IFACE", ""))) is None:
+            if (own := network.interfaces().get(os.environ.get("HOROVOD_GLOO_IFACE", ""))) is None:
                 raise
             return own
     return address
@@ -466,11 +466,10 @@ def _choose_interface(step: Step | Meeting, root: str) -> str:
     gloo would use the address of the host's name, which is a loopback address on many Debian hosts.
     """
     if interface := os.environ.get("HOROVOD_GLOO_IFACE"):
-        if network.address_of_interface(interface) is None:
-            known = ", ".join(network.interfaces())
+        if interface not in (known := network.interfaces()):
             raise UserError(
                 f"HOROVOD_GLOO_IFACE must be an interface with an IPv4 address; received {interface!r}, which "
-                f"rank {step.rank} on {_host_here(step)} has not. It has {known}."
+                f"rank {step.rank} on {_host_here(step)} has not. It has {', '.join(known)}."
             )
         return interface
     if isinstance(step, Meeting):

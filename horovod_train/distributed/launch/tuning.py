@@ -7,7 +7,6 @@ how many threads they get (see device).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from horovod_train.config.settings import HorovodConfig
@@ -85,8 +84,3 @@ def _by_library(library: Library, *, has_gpu: bool) -> Iterator[tuple[str, tuple
     if library in CYCLE_MS and not has_gpu:
         why = "a single rank waits for no other" if library == "alone" else f"{library} between CPUs"
         yield "HOROVOD_CYCLE_TIME", (CYCLE_MS[library], f"ms; {why}")
-
-
-def sees_gpu() -> bool:
-    """Return whether this host has an NVIDIA GPU that its processes could use."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))

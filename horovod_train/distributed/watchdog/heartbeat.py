@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,12 +65,9 @@ class Beat:
     detail: str
     moves: int
     """how often the main thread has entered a phase: counts as progress, even if it returns to the same phase"""
-    seconds: float
+    seconds: float = field(compare=False)
     has_stepped: bool = False
     """whether a training step is over: a later one that compiles says so by its phase"""
-
-    def is_unchanged_from(self, other: Beat) -> bool:
-        return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
 
 
 class Heartbeat:
@@ -136,7 +133,7 @@ class Heartbeat:
         with self._lock:
             phase = inner if name == TRAIN and inner else name
             beat = Beat(phase, step, phase_detail or detail, moves, 0.0, self.has_stepped)
-            if not beat.is_unchanged_from(self._beat):
+            if beat != self._beat:
                 self._beat, self._since = beat, now
         return self.last()
 
@@ -299,7 +296,7 @@ class StallDetector:
         if last is None:
             self._last_beats[rank] = _LastBeat(beat, now, now)
             return
-        if not beat.is_unchanged_from(last.beat):
+        if beat != last.beat:
             last.changed_at = now
         last.beat, last.received_at = beat, now
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import PROJECT, Finished, rank_environment, run_process
 from rank_programs.gpu_steps import TOLERANCE, largest_difference, network
 
-from horovod_train.distributed.launch.tuning import sees_gpu
+from horovod_train.host import sees_gpu
 
 pytestmark = pytest.mark.long
 
