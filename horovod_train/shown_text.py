@@ -33,10 +33,6 @@ def without_secrets(text: str) -> str:
     return _URL.sub(lambda url: _IN_QUERY.sub(r"\1…", _USER.sub("…@", url[0])), text)
 
 
-def holds_secret(text: str) -> bool:
-    return without_secrets(text) != text
-
-
 def printable(text: str) -> str:
     """Return a text with escapes, such as \\x1b, for control characters. Keeps tabs and \\n, the only end of a line."""
     return _NOT_PRINTABLE.sub(_escape, text)

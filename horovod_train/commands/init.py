@@ -22,7 +22,7 @@ import yaml
 from horovod_train.data.files import has_records
 from horovod_train.data.prepare.images import list_images
 from horovod_train.data.prepare.tables import load_table
-from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
+from horovod_train.data.schema import DATASET_NAME, load_schema
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError, one_line
 from horovod_train.output.console import to_stdout
@@ -205,7 +205,8 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
     data: dict[str, Any] = {**splits, "global_batch_size": 64}
     if "eval" not in splits:
         data |= {"eval": splits["train"], "fold": f"1/{FOLDS}"}
-    outputs = _outputs_of(schema)
+    targets = [schema.features.get(name) for name in schema.targets]
+    outputs = targets[0].classes if len(targets) == 1 and targets[0] else None
     sections = [
         ("", {"data": data}),
         _model({"outputs": outputs or 1}),
@@ -259,21 +260,10 @@ def _classes_of(column: np.ndarray) -> list[str]:
 def _features(table: Mapping[str, np.ndarray], inputs: Collection[str], target: str) -> dict[str, Any]:
     """Return `data.features`. Text is named: in another file all of a column's texts may read as numbers."""
     texts = {name: "bytes" for name in inputs if table[name].dtype == object}
-    return {**texts, target: _target_settings(table[target])}
-
-
-def _target_settings(column: np.ndarray) -> dict[str, Any]:
-    """Return what `data.features` says of a column to predict."""
-    names = _classes_of(column)
-    if not names:
-        return {"cast": "float32"}
-    return {"class_names": names} if column.dtype == object else {"classes": len(names)}
-
-
-def _outputs_of(schema: Schema) -> int | None:
-    """Return the number of classes of the only target, if it has classes."""
-    target = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
-    return target.classes if target else None
+    settings: dict[str, Any] = {"cast": "float32"}
+    if names := _classes_of(table[target]):
+        settings = {"class_names": names} if table[target].dtype == object else {"classes": len(names)}
+    return {**texts, target: settings}
 
 
 def _split(records: int) -> str:

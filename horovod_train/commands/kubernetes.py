@@ -159,16 +159,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"# To stop it, after a checkpoint: kubectl delete {kind.lower()} {job.name}. Applied again, it resumes.")
     print(yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120), end="")
     batch = config.data.global_batch_size or 0
-    to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {job.nodes * slots}, each with {_device(gpus, per_rank)}")
+    device = f"{per_rank} GPU(s)" if gpus else "CPUs"
+    to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {job.nodes * slots}, each with {device}")
     to_stderr(f"batch: {batch} records over all ranks, {batch / (job.nodes * slots):g} on each")
     to_stderr(f"stop: a pod has {job.save_within_s} s to save when it must end")
     if not arguments.mpijob:
         to_stderr("secret: in the manifest, by which the ranks know each other; do not publish it")
     return 0
-
-
-def _device(gpus: int, per_rank: int) -> str:
-    return f"{per_rank} GPU(s)" if gpus else "CPUs"
 
 
 def _check_output_dir(output_dir: str, job: Job) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 
 from horovod_train.config.settings import Config, DataConfig
-from horovod_train.shown_text import holds_secret, without_secrets
+from horovod_train.shown_text import without_secrets
 
 READABLE = ("s3", "gs", "hdfs", "memory")
 """Schemes of the URLs from which records are read; see data.storage."""
@@ -27,13 +27,13 @@ _MOST_BYTES, _MOST_IN_A_NAME = 4095, 255
 
 def text_problem(key: str, text: str) -> str | None:
     """Return what is wrong with a text at `section.key`, whatever the setting means; None if nothing is."""
-    if holds_secret(text):
+    if (shown := without_secrets(text)) != text:
         advice = (
             "The driver finds" if takes_remote_paths(key) else "config.yaml and reports show settings. Libraries find"
         )
         return (
-            f"must not hold a password or a key; received {without_secrets(text)}. {advice} credentials themselves: in "
-            "environment variables, their configuration files, or the machine's role."
+            f"must not hold a password or a key; received {shown}. {advice} credentials themselves: in environment "
+            "variables, their configuration files, or the machine's role."
         )
     if "\0" in text:
         return f"must not hold a NUL character, which no name or path can have; received {text!r}."
@@ -131,7 +131,8 @@ def takes_remote_paths(key: str) -> bool:
 def remote_path_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with settings that are about object stores: (key, problem)."""
     data, watch = config.data, config.watch
-    if not reads_remote_files(data):
+    # A class of data.source does what it likes with its entries.
+    if data.source or not any(map(is_remote, (*data.paths("train"), *data.paths("eval")))):
         if data.retry_s != DataConfig.retry_s:
             yield "data.retry_s", "is for s3:// and other remote paths, and there are none. Leave it out."
         return
@@ -141,8 +142,3 @@ def remote_path_problems(config: Config) -> Iterator[tuple[str, str]]:
             f"must be less than watch.stop_after_s ({watch.stop_after_s:g}), after which a rank that waits is ended; "
             f"received {data.retry_s:g}.",
         )
-
-
-def reads_remote_files(data: DataConfig) -> bool:
-    """Return whether records are read by storage; a class of data.source does what it likes with its entries."""
-    return data.source is None and any(map(is_remote, (*data.paths("train"), *data.paths("eval"))))
