@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import ReadFailed, UserError, unreadable, unusable
+from horovod_train.output.files import read_json
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory with its checkpoints."""
@@ -474,11 +475,8 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
 
 def _steps_of_a_run_that_ended(run_dir: Path) -> int:
     """Return the steps that the summary of a run tells, which is written after its last checkpoint; 0 without one."""
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_bytes())
-        return int(summary["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    steps = read_json(run_dir / SUMMARY).get("steps")
+    return steps if isinstance(steps, int) else 0
 
 
 def _may_be_whole(damage: Damaged) -> bool:
