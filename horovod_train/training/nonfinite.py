@@ -172,25 +172,24 @@ def gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return whether all gradients are free of NaN and infinity. Squares them, to read each number once.
+    """Return whether all gradients are free of NaN and infinity, as a LossScaleOptimizer finds it.
 
-    A number past 1.8e19 counts as infinite, because float32 cannot hold its square.
+    Looks at their squares first, which reads each number once, and at each number only if those are not finite: float32
+    cannot hold the square of a number past 1.8e19, which a loss scale reaches where no gradient is of float16.
     """
-    squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in gradient_values(gradients)]
-    return tf.math.is_finite(tf.add_n(squares))
-
-
-def variables_are_finite(variables: Sequence[tf.Variable]) -> tf.Tensor:
-    """Return whether all floating-point variables are free of NaN and infinity, as `nonfinite_names` finds them.
-
-    Looks at their squares first, and at each number only if those are not finite: a large number is finite.
-    """
-    values = [variable.read_value() for variable in variables if variable.dtype.is_floating]
+    values = gradient_values(gradients)
+    squares = tf.add_n([tf.nn.l2_loss(tf.cast(value, tf.float32)) for value in values])
 
     def look() -> tf.Tensor:
         return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))
 
-    return tf.constant(True) if not values else tf.cond(are_finite(values), lambda: tf.constant(True), look)
+    return tf.cond(tf.math.is_finite(squares), lambda: tf.constant(True), look)
+
+
+def variables_are_finite(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    """Return whether all floating-point variables are free of NaN and infinity, as `nonfinite_names` finds them."""
+    values = [variable.read_value() for variable in variables if variable.dtype.is_floating]
+    return are_finite(values) if values else tf.constant(True)
 
 
 def small_gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:

@@ -24,6 +24,9 @@ from horovod_train.training.nonfinite import are_finite, gradient_values, poison
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import Exchanged, SyncStrategy
 
+LARGEST_SCALE = 2.0**126
+"""Where a loss scale stops growing. Keras doubles it until it is infinite, from which it does not come back."""
+
 
 def optimizers_in(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """Return the optimizers that a model and its layers hold, by the attribute, as `optimizer` or `critic.optimizer`.
@@ -254,6 +257,7 @@ class Update:
         scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if scales_loss:  # skips non-finite gradients itself and lowers its scale
             self._apply_combined(optimizer, gradients, variables)
+            optimizer.dynamic_scale.assign(tf.minimum(optimizer.dynamic_scale, LARGEST_SCALE))
 
         def update() -> tf.Tensor:
             if not scales_loss:

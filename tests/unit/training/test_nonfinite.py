@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.data.batch_source import Batch
-from horovod_train.training.nonfinite import Failure, nonfinite_names, variables_are_finite
+from horovod_train.training.nonfinite import Failure, are_finite, nonfinite_names, variables_are_finite
 
 
 class Group:
@@ -154,3 +154,13 @@ def test_the_look_at_all_variables_finds_what_the_names_do(worst: float) -> None
     variables = {"kernel": tf.Variable(values), "bias": tf.Variable([1.0]), "counter": tf.Variable(1)}
     look = tf.function(lambda: variables_are_finite(list(variables.values())), autograph=False)
     assert bool(look()) == (not nonfinite_names(variables)) == math.isfinite(worst)
+
+
+@pytest.mark.parametrize("worst", [1.0, 1e19, 3e38, INF, -INF, NAN], ids=str)
+def test_a_gradient_is_not_finite_if_a_number_of_it_is_not(worst: float) -> None:
+    values = np.full((1000, 10), 1e18, np.float32)
+    values[3, 4] = worst
+    rows = tf.IndexedSlices(tf.constant(values), tf.range(1000), tf.constant([2000, 10]))
+    half = tf.constant([6e4], tf.float16)
+    for gradients in ([tf.constant(values), None], [half, rows]):
+        assert bool(tf.function(lambda given=gradients: are_finite(given), autograph=False)()) == math.isfinite(worst)

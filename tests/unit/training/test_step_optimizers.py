@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import GradientExchange
-from horovod_train.training.steps.optimizers import Optimizers, Update, add_gradients
+from horovod_train.training.steps.optimizers import LARGEST_SCALE, Optimizers, Update, add_gradients
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import SyncStrategy
 
@@ -50,10 +50,12 @@ class Doubling:
 class Given:
     """A weight of 1, and an optimizer that a step applies to it by rate 1."""
 
-    def __init__(self, *, scaled: bool = False) -> None:
+    def __init__(self, *, scaled: bool = False, **scale: Any) -> None:
+        """scale: options of the loss scale."""
         self.weight = keras.Variable([1.0, 1.0], name="weight")
         optimizer: Any = keras.optimizers.SGD(1.0)
-        self.optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if scaled else optimizer
+        scale = {"initial_scale": 8.0} | scale
+        self.optimizer = keras.optimizers.LossScaleOptimizer(optimizer, **scale) if scaled else optimizer
         self.optimizers = Optimizers({"optimizer": self.optimizer})
         with self.optimizers.only_noted():
             self.optimizer.apply([tf.zeros(2)], [self.weight])
@@ -157,6 +159,34 @@ def test_a_loss_scale_is_lowered_by_gradients_that_are_not_finite() -> None:
     assert given.apply([8.0, np.inf]) == [1.0, 1.0]
     assert float(given.optimizer.dynamic_scale) == 4.0
     assert given.apply([4.0, 8.0]) == [1.0 - 2.0, 1.0 - 4.0]
+
+
+def test_a_loss_scale_that_no_gradient_of_float16_stops_leaves_out_what_keras_leaves_out() -> None:
+    """Squares of scaled gradients are past float32 from a scale of about 2^64 on, and the scale itself at 2^128."""
+    given = Given(scaled=True, initial_scale=2.0**15, dynamic_growth_steps=1)
+    alone: Any = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0**15, 1)
+    weight = keras.Variable([1.0, 1.0])
+    alone.build([weight])
+    gradient = tf.constant([2.0**-9, 2.0**-11])
+
+    @tf.function(autograph=False)
+    def step(factor: tf.Tensor) -> None:
+        with given.shares.of_pass(None):
+            given.update.begin_pass()
+            given.optimizer.apply([factor * given.optimizer.scale_loss(gradient)], [given.weight])
+
+    for number in range(130):
+        step(tf.constant(1.0))
+        assert not bool(given.optimizers.failed), number
+        if number < 110:
+            alone.apply([2.0 * alone.scale_loss(gradient)], [weight])
+            assert given.weight.numpy().tolist() == weight.numpy().tolist()
+            assert float(given.optimizer.dynamic_scale) == float(alone.dynamic_scale) == 2.0 ** (16 + number)
+    assert given.weight.numpy().tolist() == [1.0 - 130 * 2.0**-8, 1.0 - 130 * 2.0**-10]
+    assert float(given.optimizer.dynamic_scale) == LARGEST_SCALE
+    step(tf.constant(np.inf))
+    assert bool(given.optimizers.failed)
+    assert float(given.optimizer.dynamic_scale) == LARGEST_SCALE / 2
 
 
 def test_gradients_of_an_optimizer_that_is_applied_twice_in_a_pass_are_kept_by_call() -> None:
