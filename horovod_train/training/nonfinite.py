@@ -217,11 +217,20 @@ def restored_if_nonfinite(variables: Sequence[tf.Variable], checked: Sequence[tf
     """In the compiled step: restore `variables` if one of `checked` becomes non-finite inside the block.
 
     A moving average or a sum stays NaN once it is NaN, although training continues, because training does not read it.
+    A maximum that begins at -inf may stay there.
     """
     if not checked:
         yield
         return
-    with restored_if(lambda: tf.logical_not(variables_are_finite(checked)), variables):
+    before = [variable.read_value() for variable in checked]
+
+    def look() -> tf.Tensor:
+        pairs = zip(checked, before, strict=True)
+        return tf.reduce_any(
+            tf.stack([tf.reduce_any(~tf.math.is_finite(new) & (new.read_value() != old)) for new, old in pairs])
+        )
+
+    with restored_if(lambda: tf.cond(variables_are_finite(checked), lambda: tf.constant(False), look), variables):
         yield
 
 

@@ -90,6 +90,11 @@ class Figures:
         """Those of the states and sums that a non-finite pass must not poison."""
         return [*self._sums.values(), *(variable for variable in self.variables if variable.dtype.is_floating)]
 
+    @property
+    def accumulated(self) -> list[tf.Variable]:
+        """All that a step adds to: the states, the sums and their weight."""
+        return [*self.variables, *self._sums.values(), self._weight]
+
     def add(self, logs: Mapping[str, Any], weight: tf.Tensor | float) -> None:
         """In the compiled step: add what the step returned; its metrics have been updated already.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -657,6 +658,46 @@ def test_histograms_leave_all_that_a_step_assigns_as_it_was(
     step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
     moved = {variable.path for variable, old, new in zip(variables, before, values(), strict=True) if old != new}
     assert {model.teacher.path, model.steps.path} <= moved
+
+
+class Counting(Own):
+    """Returns the loss as a number beside a metric, and holds a maximum that only evaluations move from -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.largest = keras.metrics.Sum(name="seen"), keras.metrics.Metric(name="largest")
+        self.largest.add_variable((), keras.initializers.Constant(-np.inf), name="largest")
+
+    def train_step(self, data: Any) -> Any:
+        self.seen.update_state(data[0])
+        return super().train_step(data) | {"seen": self.seen.result()}
+
+
+@pytest.mark.parametrize(
+    ("scaled", "words"),
+    [(False, {"non_finite": "skip"}), (True, {}), (False, {"synchronization": "stale", "non_finite": "skip"})],
+    ids=["skip", "loss scale", "stale"],
+)
+def test_figures_leave_out_the_step_that_is_not_finite_and_no_other(
+    batches: Pipeline, stepping: Callable[..., TrainStep], scaled: bool, words: dict[str, Any]
+) -> None:
+    model: Any = made(Counting(), compiled=False)
+    optimizer: Any = keras.optimizers.SGD(0.0)
+    model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer)
+    step = stepping(batches, model, train=words)
+    train_on = tf.function(lambda batch: step.train_on(batch, batches.size_of(0)), autograph=False)
+    losses, sums = [], []
+    for number, batch in enumerate(map(batches.scaled, itertools.islice(batches.batches(0, epochs=1), 4))):
+        inputs, targets = cast(tf.Tensor, batch.inputs), cast(tf.Tensor, batch.targets)
+        if number == 1:
+            inputs = inputs + np.nan
+        else:
+            losses.append(float(model.loss_of((inputs, targets))))
+            sums.append(inputs.numpy().sum())
+        train_on(batch._replace(inputs=inputs))
+    group = SimpleNamespace(size=1, rank=0, sum=lambda arrays: [np.asarray(array, float) for array in arrays])
+    found = step.figures.result(cast(WorkerGroup, group))
+    assert found == pytest.approx({"loss": np.mean(losses), "seen": np.sum(sums)}, rel=1e-5)
 
 
 class Gathering(Own):
