@@ -280,10 +280,13 @@ class Update:
             optimizer.apply_combined(gradients, variables)
             return
 
-        def only_count() -> None:  # for schedules, which count steps; a LossScaleOptimizer counts those that it applies
+        def only_count() -> None:
+            # For schedules, which count steps. A LossScaleOptimizer counts those that it applies, and one that
+            # accumulates gradients itself those that it adds up: its window waits.
             if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 for each in (optimizer, *inside_optimizer(optimizer)):
-                    each.iterations.assign_add(1)
+                    if not each.gradient_accumulation_steps:
+                        each.iterations.assign_add(1)
 
         def apply() -> None:
             optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)

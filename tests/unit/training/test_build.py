@@ -559,6 +559,31 @@ def test_a_step_without_a_record_is_no_update(
     assert ends[2] != ends[1]
 
 
+def test_an_optimizer_that_accumulates_gradients_itself_waits_at_a_step_without_a_record(
+    batches: Pipeline, stepping: Callable[..., TrainStep]
+) -> None:
+    """So that it applies what Keras would without that step: the mean over as many steps with records."""
+    loss, trained = keras.losses.SparseCategoricalCrossentropy(from_logits=True), []
+    model, alone = compiled(loss), compiled(loss)
+    alone.dense.kernel.assign(model.dense.kernel)
+    model.compile(keras.optimizers.Adam(0.1, gradient_accumulation_steps=2), loss)
+    by_keras = keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)
+    by_keras.build(alone.trainable_variables)
+    step = stepping(batches, model, data={"on_bad_record": "skip"})
+    train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
+    found = map(batches.scaled, itertools.islice(batches.batches(0, epochs=1), 4))
+    for is_empty, batch in itertools.chain.from_iterable(((False, batch), (True, batch)) for batch in found):
+        train_on(batch._replace(ids=tf.fill(batch.ids.shape, tf.constant(-1, tf.int64))) if is_empty else batch)
+        if not is_empty:
+            with tf.GradientTape() as tape:
+                value = loss(batch.targets, alone(batch.inputs))
+            by_keras.apply(tape.gradient(value, alone.trainable_variables), alone.trainable_variables)
+        trained.append(model.dense.kernel.numpy())
+        np.testing.assert_allclose(trained[-1], alone.dense.kernel, atol=1e-5)
+    assert len({each.tobytes() for each in trained}) == 3
+    assert int(step.state.step) == 8
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_losses_by_output_are_means_over_records(
     batches: Pipeline, stepping: Callable[..., TrainStep], jit_compile: bool
