@@ -267,6 +267,7 @@ class Update:
 
         def skip() -> tf.Tensor:
             is_cause.assign(tf.logical_or(is_cause, tf.logical_not(are_finite(local))))
+            _only_count(optimizer)
             return tf.constant(True)
 
         is_good = are_finite(gradients)
@@ -280,18 +281,24 @@ class Update:
             optimizer.apply_combined(gradients, variables)
             return
 
-        def only_count() -> None:
-            # For schedules, which count steps. A LossScaleOptimizer counts those that it applies, and one that
-            # accumulates gradients itself those that it adds up: its window waits.
-            if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                for each in (optimizer, *inside_optimizer(optimizer)):
-                    if not each.gradient_accumulation_steps:
-                        each.iterations.assign_add(1)
-
         def apply() -> None:
             optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
 
-        tf.cond(self.is_empty, only_count, apply)
+        tf.cond(self.is_empty, lambda: _only_count(optimizer), apply)
+
+
+def _only_count(optimizer: keras.optimizers.Optimizer) -> None:
+    """In a compiled step: count a step whose update is left out, for schedules, which count the steps of the run.
+
+    A LossScaleOptimizer counts those that it applies, and one that accumulates gradients itself those that it adds up:
+    its window waits. One that keeps averages (use_ema) begins them at step 0, which must be an update.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    for each in (optimizer, *inside_optimizer(optimizer)):
+        if not each.gradient_accumulation_steps:
+            steps = each.iterations
+            steps.assign_add(tf.cast(steps.value > 0, steps.dtype) if each.use_ema else 1)
 
 
 def _identity(gradient: Any) -> Any:

@@ -50,10 +50,10 @@ class Doubling:
 class Given:
     """A weight of 1, and an optimizer that a step applies to it by rate 1."""
 
-    def __init__(self, *, scaled: bool = False, **scale: Any) -> None:
+    def __init__(self, optimizer: Any = None, *, scaled: bool = False, **scale: Any) -> None:
         """scale: options of the loss scale."""
         self.weight = keras.Variable([1.0, 1.0], name="weight")
-        optimizer: Any = keras.optimizers.SGD(1.0)
+        optimizer = optimizer or keras.optimizers.SGD(1.0)
         scale = {"initial_scale": 8.0} | scale
         self.optimizer = keras.optimizers.LossScaleOptimizer(optimizer, **scale) if scaled else optimizer
         self.optimizers = Optimizers({"optimizer": self.optimizer})
@@ -116,10 +116,30 @@ def test_numbers_that_are_not_finite_are_not_applied(gradient: list[float], loss
     assert given.apply(gradient, loss=loss) == [1.0, 1.0]
     assert bool(given.optimizers.failed)
     assert bool(given.optimizers.is_cause)
-    assert int(given.optimizer.iterations) == 0
+    assert int(given.optimizer.iterations) == 1  # for schedules
     given.optimizers.failed.assign(False)
     assert given.apply([1.0, 1.0], loss=1.0) == [-1.0, -1.0]
     assert not bool(given.optimizers.failed)
+
+
+def test_a_schedule_counts_the_steps_that_are_left_out() -> None:
+    """So that the rate of a step is that of the plan, whatever was left out before it."""
+    given = Given(keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([0, 2], [1.0, 4.0, 16.0])))
+    ends = [given.apply([1.0, last]) for last in (1.0, np.nan, np.inf, 1.0)]
+    assert ends == [[-1.0, -1.0]] * 3 + [[-1.0 - 32.0] * 2]
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["skipped", "without records"])
+def test_averages_of_an_optimizer_begin_with_its_first_update(is_empty: bool) -> None:
+    """As Keras begins them at step 0; those of a step after it would be of zeros, with which they are made."""
+    given = Given(keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5))
+    (average,) = (variable for variable in given.optimizer.variables if "average" in variable.path)
+    found = []
+    for is_left_out in (True, False, True, False):
+        given.update.is_empty = tf.constant(is_left_out) if is_empty else None
+        weight = given.apply([1.0, np.nan if is_left_out and not is_empty else 1.0])
+        found.append((weight[0], weight[1], *average.numpy().tolist()))
+    assert found == [(1.0, 1.0, 0.0, 0.0), (-1.0,) * 4, (-1.0,) * 4, (-3.0, -3.0, -2.0, -2.0)]
 
 
 def test_a_failure_of_the_first_of_two_updates_in_a_step_remains_noted() -> None:
