@@ -30,6 +30,9 @@ _share: ContextVar[tf.Tensor | None] = ContextVar("share", default=None)
 class _Synchronised:
     """Marks the subclasses that synchronise_batch_norm makes."""
 
+    moving_mean: Any
+    moving_variance: Any
+
 
 def synchronise_batch_norm(
     model: keras.Model, *, deterministic: bool = False, owner: str = "hvd.synchronise_batch_norm"
@@ -49,6 +52,12 @@ def synchronise_batch_norm(
     for layer in layers:
         _synchronise(layer, deterministic=deterministic, owner=owner)
     return model
+
+
+def synchronised_statistics(model: keras.Model) -> list[Any]:
+    """Return the moving statistics of the synchronised layers: equal on all ranks after each call in training."""
+    layers = [layer for layer in layers_inside(model) if isinstance(layer, _Synchronised)]
+    return [average for layer in layers for average in (layer.moving_mean, layer.moving_variance)]
 
 
 @contextmanager
@@ -107,7 +116,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool,
                 return super().call(inputs, training=training, mask=mask)
             x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
             axis = self.axis % len(x.shape)
-            normalised, mean, variance = _normalise(
+            normalised, mean, variance, positions = _normalise(
                 x,
                 _position_weights(x, axis, mask, layer.path),
                 axis,
@@ -117,7 +126,9 @@ def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool,
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
                 decayed = tf.cast(average, x.dtype) * self.momentum
-                average.assign(decayed + tf.reshape(value, average.shape) * (1.0 - self.momentum))
+                moved = decayed + tf.reshape(value, average.shape) * (1.0 - self.momentum)
+                # Statistics of nothing are zeros: of a pass for which no rank has a record left.
+                average.assign(tf.where(positions > 0, moved, tf.cast(average, x.dtype)))
             if self.scale:
                 normalised *= tf.reshape(tf.cast(self.gamma, x.dtype), mean.shape)
             if self.center:
@@ -145,12 +156,12 @@ def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tenso
 
 def _normalise(
     x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str, *, deterministic: bool
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return (x − mean) / √(variance + epsilon), mean and variance (biased) over all ranks' positions with weight 1.
 
-    x: float [...]; weights broadcast against it; the statistics are [1, …, channels, …, 1]. There is one exchange
-    forward and one backward (Ioffe & Szegedy 2015, section 3, with sums over all ranks). Sums of squares cancel, so the
-    forward exchange is in float64.
+    And the number of those positions. x: float [...]; weights broadcast against it; the statistics are
+    [1, …, channels, …, 1]. There is one exchange forward and one backward (Ioffe & Szegedy 2015, section 3, with sums
+    over all ranks). Sums of squares cancel, so the forward exchange is in float64.
     """
     axes = [other for other in range(len(x.shape)) if other != axis]
     share = _share.get()
@@ -159,7 +170,7 @@ def _normalise(
         return tf.reduce_sum(values, axes, keepdims=True)
 
     @tf.custom_gradient
-    def normalise(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
+    def normalise(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
         channels = x.shape[axis]
         positions_per_weight = tf.size(x) // (channels * tf.size(weights))  # positions that share a weight
         local_count = tf.reduce_sum(weights) * tf.cast(positions_per_weight, x.dtype)
@@ -170,6 +181,7 @@ def _normalise(
         packed = tf.concat([tf.reshape(values, [-1]) for values in sums], axis=0)
         packed = sum_over_ranks(packed, f"{name}.forward", deterministic=deterministic)
         count, value_sums, square_sums = tf.split(packed, [1, channels, channels])
+        positions = tf.cast(count[0], x.dtype)
         count = tf.maximum(count[0], 1.0)  # a mask may exclude every position
         wide_mean = value_sums / count
         wide_variance = tf.maximum(square_sums / count - wide_mean**2, 0.0)
@@ -189,6 +201,6 @@ def _normalise(
             mean_sums, variance_sums = tf.unstack(sums)
             return inverse * (upstream - weights / count * (mean_sums + normalised * variance_sums))
 
-        return (normalised, mean, variance), backward
+        return (normalised, mean, variance, positions), backward
 
     return normalise(x)

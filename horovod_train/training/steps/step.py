@@ -21,7 +21,7 @@ from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, fo
 from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.sync_batch_norm import rows_that_count
+from horovod_train.distributed.sync_batch_norm import rows_that_count, synchronised_statistics
 from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
@@ -343,8 +343,13 @@ class TrainStep:
 
     @property
     def _kept_variables(self) -> list[tf.Variable]:
-        """What a borrowed row does not change: states of metrics and, save for counters of passes, forward state."""
-        return [*self.figures.variables, *self.forward_state.floating]
+        """What a borrowed row does not change: states of metrics and, save for counters of passes, forward state.
+
+        Nor statistics of synchronised layers, in which it does not count: they are those of the rows of other ranks.
+        """
+        shared = {as_tf_variable(variable).ref() for variable in synchronised_statistics(self._model)}
+        own = [variable for variable in self.forward_state.floating if variable.ref() not in shared]
+        return [*self.figures.variables, *own]
 
     @property
     def _counts(self) -> bool:

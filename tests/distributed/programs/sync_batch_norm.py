@@ -29,7 +29,7 @@ rank, size = group.rank, group.size
 Build = Callable[..., keras.Model]
 
 # Records over all ranks in each step: whole, whole, and a last one that leaves some ranks with less or nothing.
-COUNTS = [ROWS * size, ROWS * size, ROWS * (size - 1) + 3 if size < 3 else ROWS + 1]
+COUNTS = [ROWS * size, ROWS * size, ROWS * (size - 1) + (3, 1)[size - 1] if size < 3 else ROWS + 1]
 
 
 def records(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -100,15 +100,17 @@ def train_alone(model: keras.Model) -> keras.Model:
 
 
 def train_alone_in_parts(model: keras.Model) -> keras.Model:
-    """The same with two parts a step, each of the rows that the ranks take in that part."""
+    """The same with two parts a step, of the rows that ranks take in each; in the last step not all have any."""
     own = optimizer()
-    for step in range(2):
-        x, y = (values.reshape(size, 2, ROWS // 2, *values.shape[1:]) for values in records(step))
+    for step in range(3):
+        x, y = records(step)
         totals = [0.0] * len(model.trainable_variables)
         for part in range(2):
+            firsts = range(0, COUNTS[step], ROWS)
+            mine = [(first, min(ROWS, COUNTS[step] - first)) for first in firsts]
+            rows = [first + row for first, n in mine for row in range(part * n // 2, (part + 1) * n // 2)]
             with tf.GradientTape() as tape:
-                outputs = model(x[:, part].reshape(-1, 4, 4, 2), training=True)
-                mean = CROSS_ENTROPY(y[:, part].reshape(-1), outputs) / 2
+                mean = CROSS_ENTROPY(y[rows], model(x[rows], training=True)) * len(rows) / len(x)
             gradients = tape.gradient(mean, model.trainable_variables)
             totals = [total + gradient for total, gradient in zip(totals, gradients, strict=True)]
         own.apply(totals, model.trainable_variables)
@@ -134,7 +136,7 @@ ours = train(synchronise_batch_norm(build_model()))
 facts: dict[str, Any] = {"rank": rank, "errors": errors(ours, alone), "sha": sha(ours)}
 facts["plain"] = errors(train(build_model()), alone)
 facts["keras_synchronized"] = errors(train(build_model(synchronized=True)), alone)
-in_parts = train(synchronise_batch_norm(build_model()), 2, accumulate_steps=2)
+in_parts = train(synchronise_batch_norm(build_model()), accumulate_steps=2)
 facts["in_parts"] = errors(in_parts, train_alone_in_parts(build_model()))
 
 # Large values that hardly differ: sums of float32 squares would lose their variance.

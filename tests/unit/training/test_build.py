@@ -23,6 +23,7 @@ from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.data.pipeline import Pipeline
+from horovod_train.distributed import sync_batch_norm
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import horovod_alone
 from horovod_train.errors import UserError
@@ -519,6 +520,38 @@ def test_what_the_forward_pass_assigns_counts_as_the_whole_step_of_a_rank(
     step = train(batches, model, train={"accumulate_steps": passes})
     step.run(batches.batches(0, 0, epochs=1), 1, batches.size_of(0))
     assert np.allclose(norm.moving_mean, 3.0)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_synchronised_averages_are_of_the_rows_of_all_ranks_in_each_pass(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """A rank of two has one record for two passes, and the other one, if any, in each; or none has one in the first."""
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    model = compiled(
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True), norm := layers.BatchNormalization(momentum=0.5)
+    )
+    mine, theirs = model.dense(model.flatten(batch.inputs)).numpy()[:2].astype(np.float64)
+    sums = [[float(others)], others * theirs, others * theirs**2]
+
+    def over_ranks(value: tf.Tensor, name: str, **_: Any) -> tf.Tensor:
+        if "sync_batch_norm" not in name:  # with equal shares a sum over two ranks that have the same
+            return tf.constant(1.0 + 2 * others) if name == "step.count" else value * (1 + 2 * others)
+        return value + np.concatenate(sums) if name.endswith("forward") else value
+
+    monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
+    monkeypatch.setattr(sync_batch_norm, "sum_over_ranks", over_ranks)
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: over_ranks(value, name))
+    sync_batch_norm.synchronise_batch_norm(model)
+    step = train(batches, model, data={"on_bad_record": "skip"}, train={"accumulate_steps": 2})
+    train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
+    train_on(batch._replace(ids=tf.where(tf.range(tf.size(batch.ids)) < 1, batch.ids, -1)))
+    mean, variance = np.zeros(10), np.ones(10)
+    for rows in ([theirs] * others, [mine] + [theirs] * others):
+        if rows:
+            mean, variance = 0.5 * (mean + np.mean(rows, axis=0)), 0.5 * (variance + np.var(rows, axis=0))
+    np.testing.assert_allclose(norm.moving_mean, mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(norm.moving_variance, variance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
