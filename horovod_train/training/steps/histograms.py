@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -82,8 +82,8 @@ class Summaries:
     def _gradients_and_outputs(self, batch: Batch) -> tuple[list[Any], dict[str, list[tf.Tensor]]]:
         """Collective: compute what a step computes, and leave everything as it was."""
         step, update = self.train_step, self.train_step.update
-        with _noting_outputs(self.layers) as outputs:
-            by_optimizer = step.gradients(batch, self._size)
+        outputs: dict[str, list[tf.Tensor]] = {name: [] for name in self.layers}
+        by_optimizer = step.gradients(batch, self._size, _noting_outputs(self.layers, outputs))
         combined: dict[Any, Any] = {}
         for call, gradients in by_optimizer.items():
             scale = update.optimizers.by_path[call.partition("#")[0]].scale_loss(tf.constant(1.0))
@@ -119,10 +119,10 @@ def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.L
             yield from _layers(layer, f"{prefix}{layer.name}/")
 
 
-@contextmanager
-def _noting_outputs(layers: Mapping[str, keras.Layer]) -> Iterator[dict[str, list[tf.Tensor]]]:
-    """Record what the layers return inside the block: each tensor of each call, in every kind of model."""
-    noted: dict[str, list[tf.Tensor]] = {name: [] for name in layers}
+def _noting_outputs(
+    layers: Mapping[str, keras.Layer], noted: Mapping[str, list[tf.Tensor]]
+) -> AbstractContextManager[None]:
+    """Add what the layers return inside the block to `noted`: each tensor of each call, in every kind of model."""
 
     def noting(layer: keras.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -137,8 +137,7 @@ def _noting_outputs(layers: Mapping[str, keras.Layer]) -> Iterator[dict[str, lis
 
         return call_and_note
 
-    with method_replaced(layers.values(), "call", noting):
-        yield noted
+    return method_replaced(layers.values(), "call", noting)
 
 
 def _without_padding(output: tf.Tensor, real: tf.Tensor) -> tf.Tensor:

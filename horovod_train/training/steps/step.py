@@ -231,22 +231,22 @@ class TrainStep:
             self.figures.add(result.logs, part.count)
             loss = result.add_loss(loss)
         self.update.earlier = earlier
-        result = self._apply(_after((earlier, result), parts[-1]), totals)
+        result = self._apply(_after((earlier, result), parts[-1]), totals, by_xla=self.jit_compile)
         self.update.earlier = {}
         self.figures.add(result.logs, parts[-1].count)
         return result.add_loss(loss)
 
-    def _apply(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
-        """Run a pass whose optimizers apply what they are given."""
+    def _apply(self, part: Part, totals: Sequence[tf.Tensor] | None, *, by_xla: bool) -> PassResult:
+        """Run a pass whose optimizers apply what they are given. by_xla: whether XLA compiles it."""
         self.update.begin_pass()
         with (
             part.without_borrowed(self._kept_variables),
             self.shares.of_pass(part.share, totals),
             rows_that_count(part.row_weights(), self.shares.share),
             losses_weighed(self._model, part.count),
-            self._noting_losses() as losses,
+            self._noting_losses(by_xla=by_xla) as losses,
         ):
-            train_step = self._train_step_by_xla if self.jit_compile else self._model.train_step
+            train_step = self._train_step_by_xla if by_xla else self._model.train_step
             data = self.rows.data_of(part.batch)
             # In a scope of its own, by which tensors have the same names on all ranks: Horovod makes names of exchanges
             # of those, and names the gradient of one like that in any case.
@@ -257,15 +257,14 @@ class TrainStep:
             loss = tf.math.multiply_no_nan(loss, part.share)
         return PassResult(logs, loss, {})
 
-    def _collect(self, part: Part, totals: Sequence[tf.Tensor] | None, *, is_function: bool = True) -> PassResult:
-        """Run a pass whose gradients are returned. is_function: trace it once for all passes of its shape."""
-        call = self._collect_function if is_function else self._collect_in_function
+    def _collect(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
+        """Run a pass whose gradients are returned, which is traced once for all passes of its shape."""
         with tf.name_scope("pass"):
-            return call(part, totals)
+            return self._collect_function(part, totals, by_xla=self.jit_compile)
 
-    def _collect_in_function(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
+    def _collect_in_function(self, part: Part, totals: Sequence[tf.Tensor] | None, *, by_xla: bool) -> PassResult:
         with self.update.collecting() as gradients:
-            result = self._apply(part, totals)
+            result = self._apply(part, totals, by_xla=by_xla)
         return PassResult(dict(result.logs), result.loss, dict(gradients))
 
     def _total_divisors(self, parts: Sequence[Part]) -> list[tf.Tensor] | None:
@@ -317,7 +316,7 @@ class TrainStep:
         return tape.gradient(scaled, self._model.trainable_weights), outputs, masks, loss
 
     @contextmanager
-    def _noting_losses(self) -> Iterator[list[tf.Tensor]]:
+    def _noting_losses(self, *, by_xla: bool) -> Iterator[list[tf.Tensor]]:
         """Inside the block, note what `compute_loss` returns, for the list and for `update`."""
         losses: list[tf.Tensor] = []
 
@@ -326,19 +325,22 @@ class TrainStep:
             self.update.loss = self.shares.scaled(loss)
 
         self._note_loss = note
-        with nullcontext() if self.jit_compile else noting_loss(self._model, note):
+        with nullcontext() if by_xla else noting_loss(self._model, note):
             yield losses
         self.update.loss = None
 
-    def gradients(self, batch: Batch, size: StepSize) -> dict[str, list[Any]]:
-        """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing."""
+    def gradients(self, batch: Batch, size: StepSize, inside_pass: AbstractContextManager[Any]) -> dict[str, list[Any]]:
+        """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing.
+
+        inside_pass: entered around the model's step alone, which XLA does not compile, so that layers can be watched.
+        """
         total = self.rows.total(batch, "histograms.count")
         (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
         known = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds, *self.assigned]
         changed = {variable.ref(): variable for variable in known}
         totals = self._total_divisors([part])
-        with restored_if(lambda: tf.constant(True), list(changed.values())):
-            result = self._collect(part, totals, is_function=False)
+        with restored_if(lambda: tf.constant(True), list(changed.values())), inside_pass, tf.name_scope("pass"):
+            result = self._collect_in_function(part, totals, by_xla=False)
         return result.gradients
 
     @property

@@ -718,6 +718,26 @@ def test_histograms_leave_all_that_a_step_assigns_as_it_was(
     assert {model.teacher.path, model.steps.path} <= moved
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"jit_compile": True}, {"train": {"accumulate_steps": 2}}, {"data": {"on_bad_record": "skip"}}],
+    ids=["plain", "XLA", "accumulated", "counted"],
+)
+def test_outputs_of_layers_are_those_of_the_pass_that_trains(
+    batches: Pipeline, stepping: Callable[..., TrainStep], sections: dict[str, Any]
+) -> None:
+    """Dropout's are 0 or twice what it gets. A loss without masks has no part in it."""
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), layers.Dropout(0.5, name="drop"))
+    step = stepping(batches, model, **sections)
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    shown = Summaries(step, lambda: batch, batches.size_of(0), {"h": "drop"}).compute()
+    assert {name for name in shown if name.startswith("h")} == {"h"}
+    outputs, given = shown["h"].numpy(), model.dense(model.flatten(batch.inputs)).numpy()
+    given = given[: len(outputs)]
+    assert np.isclose(outputs, 2 * given, rtol=1e-5).sum() + (outputs == 0).sum() == given.size
+    assert 0.3 < np.mean(outputs == 0) < 0.7
+
+
 class Counting(Own):
     """Returns the loss as a number beside a metric, and holds a maximum that only evaluations move from -inf."""
 
