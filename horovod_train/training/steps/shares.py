@@ -127,6 +127,12 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
     return parts
 
 
+def first_rows(batch: Batch, passes: int) -> Batch:
+    """Return the rows of a batch, records or not, that a full step's first pass of several has."""
+    rows = batch.ids.shape[0] or tf.shape(batch.ids)[0]
+    return _rows(batch, slice(0, (rows + passes - 1) // passes))
+
+
 def _rows(batch: Batch, rows: slice) -> Batch:
     """Return some rows; `count` stays that of all ranks."""
     if rows == slice(0, batch.ids.shape[0]):

@@ -28,7 +28,7 @@ from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite,
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
 from horovod_train.training.steps.optimizers import Update, add_lists
-from horovod_train.training.steps.shares import Data, Part, Rows, Shares, parts_of
+from horovod_train.training.steps.shares import Data, Part, Rows, Shares, first_rows, parts_of
 from horovod_train.training.steps.trial import noting_loss
 
 DRAWS_PER_STEP = 1 << 10
@@ -332,9 +332,15 @@ class TrainStep:
     def gradients(self, batch: Batch, size: StepSize, inside_pass: AbstractContextManager[Any]) -> dict[str, list[Any]]:
         """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing.
 
-        inside_pass: entered around the model's step alone, which XLA does not compile, so that layers can be watched.
+        With accumulate_steps, of the first of the batch's rows alone, as many as are computed together. inside_pass:
+        entered around the model's step alone, which XLA does not compile, so that layers can be watched.
         """
-        total = self.rows.total(batch, "histograms.count")
+        if self.accumulate_steps > 1:
+            batch = first_rows(batch, self.accumulate_steps)
+            size = StepSize(batch.ids.shape[0] if size.is_full else None, size.is_full)
+            total = self.rows.group.sum_in_step(tf.reduce_sum(batch.real), "histograms.count")
+        else:
+            total = self.rows.total(batch, "histograms.count")
         (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
         known = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds, *self.assigned]
         changed = {variable.ref(): variable for variable in known}

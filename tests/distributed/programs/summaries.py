@@ -137,7 +137,8 @@ facts["errors"]["update"] = largest_error(gradients(values), moved)
 facts["call_is_the_layers_own"] = "call" not in vars(step.state.model.layers[0])
 
 _, summaries = build(plain, accumulate_steps=2)
-facts["errors"]["accumulated"] = largest_error(gradients(summaries.compute()), alone(plain(), records))
+of_a_pass = records[records % ROWS < ROWS // 2]
+facts["errors"]["accumulated"] = largest_error(gradients(summaries.compute()), alone(plain(), of_a_pass))
 
 scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), initial_scale=2.0**12)
 _, summaries = build(plain, optimizer=scaled)

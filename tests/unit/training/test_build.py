@@ -738,6 +738,24 @@ def test_outputs_of_layers_are_those_of_the_pass_that_trains(
     assert 0.3 < np.mean(outputs == 0) < 0.7
 
 
+@pytest.mark.parametrize("words", [{}, {"on_bad_record": "skip"}], ids=["planned", "counted"])
+def test_histograms_are_of_as_many_records_as_are_computed_together(
+    batches: Pipeline, stepping: Callable[..., TrainStep], words: dict[str, Any]
+) -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = compiled(loss, layers.Activation("linear", name="same"))
+    step = stepping(batches, model, data=words, train={"accumulate_steps": 4})
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    shown = Summaries(step, lambda: batch, batches.size_of(0), {"h": "same"}).compute()
+    images, labels = (tensor[:2] for tensor in (batch.inputs, batch.targets))  # of 8
+    np.testing.assert_allclose(shown["h"], model(images), rtol=1e-5)
+    with tf.GradientTape() as tape:
+        value = loss(labels, model(images))
+    gradients = tape.gradient(value, model.trainable_variables)
+    for weight, expected in zip(model.trainable_variables, gradients, strict=True):
+        np.testing.assert_allclose(shown[f"gradients/{weight.path}"], expected, rtol=1e-4, atol=1e-6)
+
+
 class Counting(Own):
     """Returns the loss as a number beside a metric, and holds a maximum that only evaluations move from -inf."""
 
