@@ -259,12 +259,13 @@ def build_training(
     model, where = compiled.model, _where(config, "train")
     optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
-    # Before the trial, which shows what they refuse, and after it, because names are not losses before.
-    _take_on_losses(model, shares)
     if not compiled.own:
         make_metrics(model, train.scaled_spec, rows.data_of)
+    # Before the trial, which shows what they refuse, and after it, because names may be no losses before.
+    _take_on_losses(model, shares)
     penalties = add_l2(model, config.train.l2)
-    tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
+    with shares.noting_exchanged():
+        tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
     _check_exchanges(tried, train, group, "train_step")
     _check_added_losses(tried, compiled)
@@ -583,3 +584,9 @@ def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
         yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
     if config.train.synchronization == "local" and config.data.dataset:
         yield "the lengths of streams differ, so there is an exchange in every step, under synchronization: local too."
+    if config.train.synchronization == "local" and size > 1 and step.shares.exchanged:
+        names = ", ".join(step.shares.exchanged)
+        yield (
+            f"the loss {names} is divided by what a mask or weights count, which ranks exchange in every step, under "
+            "synchronization: local too."
+        )

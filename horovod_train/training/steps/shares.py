@@ -159,6 +159,10 @@ class Shares:
         self._noted: list[tf.Tensor] | None = None
         self.totals: list[tf.Tensor] | None = None
         """The divisors of all ranks that are left for the losses to come; None: they are not known."""
+        self.exchanged: list[str] = []
+        """The names of losses that are divided by something else than rows, so that ranks exchange by what; known after
+        a trial."""
+        self._is_tried = False
 
     @contextmanager
     def of_pass(self, share: tf.Tensor | None, totals: Sequence[tf.Tensor] | None = None) -> Iterator[None]:
@@ -182,6 +186,15 @@ class Shares:
         finally:
             self._noted, self._in_step = None, False
 
+    @contextmanager
+    def noting_exchanged(self) -> Iterator[None]:
+        """Inside the block, in which a step is tried: note in `exchanged` which losses are not divided by rows."""
+        self._is_tried = True
+        try:
+            yield
+        finally:
+            self._is_tried = False
+
     def scaled(self, gradient: Any) -> Any:
         """Return a gradient times the share; 0 if that is 0, whatever the rows are that were computed instead."""
         share = self.share
@@ -201,7 +214,12 @@ class Shares:
         Where the divisor of all is that of a pass among several, N is the sum of the ranks' shares in it instead: the
         pass counts as its rows do. values: what the loss gave before its reduction; None: its `call` was not called.
         """
-        if not self._in_step or values is None or loss.reduction in (None, "none") or not len(values.shape):
+        if values is None or loss.reduction in (None, "none") or not len(values.shape):
+            return value
+        if self._is_tried:
+            is_divided = loss.reduction != "sum" and _divisor(loss, values, outputs, weights) is not None
+            self.exchanged += [loss.name] if is_divided and loss.name not in self.exchanged else []
+        if not self._in_step:
             return value
         if self.group.size == 1 and self.share is None and self._noted is None:
             return value  # bit for bit what Keras computes

@@ -306,6 +306,35 @@ def test_a_loss_over_a_batch_has_a_line_that_says_how_ranks_combine_it(batches: 
         ]
 
 
+IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0, name="ignoring")
+BY_WEIGHT = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight", name="by_weight")
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "weighted", "exchanged"),
+    [
+        (IGNORING, None, False, "ignoring"),
+        (BY_WEIGHT, None, True, "by_weight"),
+        ("sparse_categorical_crossentropy", layers.Masking(), False, "sparse_categorical_crossentropy"),
+        (keras.losses.SparseCategoricalCrossentropy(), layers.Masking(), True, "sparse_categorical_crossentropy"),
+        (BY_WEIGHT, None, False, ""),
+        (keras.losses.SparseCategoricalCrossentropy(reduction="sum"), layers.Masking(), True, ""),
+        ("sparse_categorical_crossentropy", None, True, ""),
+    ],
+)
+def test_a_loss_for_which_ranks_meet_in_each_step_has_a_line_under_local(
+    batches: Pipeline, loss: Any, last: Any, weighted: bool, exchanged: str
+) -> None:
+    source: Any = SimpleNamespace(scaled_spec=batches.scaled_spec, has_weights=weighted, scaled=lambda batch: batch)
+    loss = loss if isinstance(loss, str) else keras.losses.deserialize(keras.losses.serialize(loss))
+    words = {"train": {"synchronization": "local", "average_every_steps": 4}}
+    step = train(source, compiled(loss, last and keras.layers.deserialize(keras.layers.serialize(last))), **words)
+    lines = [*list_warnings(build(Config, {"model": "users:model"} | words, ""), 2, step)]
+    expected = [f"the loss {exchanged} is divided by what a mask or weights count"] if exchanged else []
+    assert [line.partition(",")[0] for line in lines] == expected
+    assert not [*list_warnings(Config(), 2, step)]
+
+
 LOGITS = {"from_logits": True}
 OF_LOGITS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "compiled": (lambda: keras.losses.SparseCategoricalCrossentropy(**LOGITS), {}),
