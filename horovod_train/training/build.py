@@ -320,6 +320,7 @@ def build_training(
         counts_ahead=needs_divisors and "train_step" not in compiled.own,
         losses_inside=bool(_held_losses(model)),
         jit_compile=config.jit_compile,
+        counts_ranks=sent.op == "adasum",
         labels=compiled.label_counts([*targets] if isinstance(targets, dict) else [""]),
         assigned=tried.assigns,
         max_skips_in_a_row=max_skips,

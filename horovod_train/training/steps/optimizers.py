@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from horovod_train.distributed.allreduce import with_values
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
@@ -170,6 +171,8 @@ class Update:
         self._calls: Counter[str] = Counter()
         self.loss: tf.Tensor | None = None
         """The loss of the pass times its share, if it is known; float scalar."""
+        self.factor: tf.Tensor | None = None
+        """What gradients are multiplied by besides the share of their pass, float32 scalar; None: 1."""
         self.is_empty: tf.Tensor | None = None
         """Whether the step that is being traced has no record on any rank, bool scalar; None: it has some."""
         self.variables: dict[str, list[tf.Variable]] = {}
@@ -191,7 +194,7 @@ class Update:
     def apply(self, path: str, optimizer: Any, local_gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """In the compiled step: take the gradients that a model gives one of its optimizers."""
         variables = weights_of(optimizer) if variables is None else variables
-        gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
+        gradients = [self._times_factor(self.shares.scaled(gradient)) for gradient in local_gradients]
         self._calls[path] += 1
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
         self.variables[key] = [as_tf_variable(variable) for variable in variables]
@@ -210,6 +213,12 @@ class Update:
             else:
                 self._apply_combined(optimizer, combined, variables)
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
+
+    def _times_factor(self, gradient: Any) -> Any:
+        factor = self.factor
+        if factor is None:
+            return gradient
+        return with_values(gradient, lambda values: values * tf.cast(factor, values.dtype))
 
     def _exchange(self, path: str, gradients: list[Any], variables: Sequence[Any]) -> Exchanged:
         """Collective: return the gradients to apply, and this rank's part of them."""

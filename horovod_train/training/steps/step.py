@@ -98,6 +98,8 @@ class TrainStep:
     """Whether the model and its layers hold losses, which they may call as they compute, and in training only."""
     jit_compile: bool = False
     """Whether XLA compiles the forward and the backward pass, and nothing else."""
+    counts_ranks: bool = False
+    """Whether the exchange counts ranks that have records, as Adasum does, to which a gradient of 0 is none."""
     labels: Mapping[str, int] = field(default_factory=dict)
     """Of targets that are labels, for how many of those the model has outputs; "" for a single target."""
     assigned: Sequence[tf.Variable] = ()
@@ -191,15 +193,15 @@ class TrainStep:
             total = self.rows.total(batch, "step.count")
         with tf.name_scope("rank"):
             parts = parts_of(batch, total, size, self.accumulate_steps, self.rows.group.size)
-            totals = self._total_divisors(parts)
+            totals, factor = self._total_divisors(parts), self._ranks_with_records(parts, size)
             if counting:
-                with tf.control_dependencies([enter("compute", after=(total, totals))]):
+                with tf.control_dependencies([enter("compute", after=(total, totals, factor))]):
                     parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
             before, is_empty = self.forward_state.values(), self.rows.is_empty(total)
-            self.update.is_empty = is_empty
+            self.update.is_empty, self.update.factor = is_empty, factor
             with self._without_poison():
                 loss = self._compute(parts, totals)
-            self.update.is_empty = None
+            self.update.is_empty = self.update.factor = None
         if loss is not None:
             last = state.failure.last_loss.read_value()
             before_last = last if state.synchronization.delay else loss
@@ -279,6 +281,17 @@ class TrainStep:
             return None
         return tf.unstack(self.shares.group.sum_in_step(tf.stack(sums), "step.divisors"))
 
+    def _ranks_with_records(self, parts: Sequence[Part], size: StepSize) -> tf.Tensor | None:
+        """Collective, if `counts_ranks`: return which part of the ranks has records in a step; None: all have.
+
+        Adasum of equal gradients is their mean, and that of ranks without records leaves it as it is: there the shares
+        of the others, N · rows here / rows of all, are to be M · rows here / rows of all, with M ranks that have some.
+        """
+        share, ranks = _share_of_step(parts), self.rows.group.size
+        if not self.counts_ranks or size.is_full or share is None or ranks == 1:
+            return None
+        return self.rows.group.sum_in_step(tf.cast(share > 0, tf.float32), "step.ranks") / ranks
+
     def _divisors(self, batch: Batch) -> list[tf.Tensor]:
         """In a tf.function: return what each loss that is not divided by rows is divided by here, float32 scalars."""
         x, y, weights = keras.utils.unpack_x_y_sample_weight(self.rows.data_of(batch))
@@ -344,9 +357,10 @@ class TrainStep:
         (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
         known = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds, *self.assigned]
         changed = {variable.ref(): variable for variable in known}
-        totals = self._total_divisors([part])
+        totals, self.update.factor = self._total_divisors([part]), self._ranks_with_records([part], size)
         with restored_if(lambda: tf.constant(True), list(changed.values())), inside_pass, tf.name_scope("pass"):
             result = self._collect_in_function(part, totals, by_xla=False)
+        self.update.factor = None
         return result.gradients
 
     @property
@@ -361,8 +375,8 @@ class TrainStep:
 
     @property
     def _counts(self) -> bool:
-        """Whether ranks exchange numbers of records, or what losses are divided by, before they compute."""
-        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead)
+        """Whether ranks exchange numbers of records or ranks, or what losses are divided by, before they compute."""
+        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead or self.counts_ranks)
 
     def _end_update(
         self, failed: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None

@@ -9,8 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
+from stepping import ANY_SIZE, build_step
 
-from horovod_train.config.settings import DeviceConfig, HorovodConfig
+from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig
+from horovod_train.data.batch_source import Batch, Batches
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.start import start
 from horovod_train.tensorflow import Adasum, DistributedOptimizer
@@ -70,5 +72,27 @@ def step() -> tf.Tensor:
 
 facts["losses"] = [group.average([step().numpy()])[0].item() for _ in range(20)]
 facts["weights"] = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.weights)).hexdigest()
+
+# A last step with one record, which rank 0 has: its gradient is the update.
+start_of = [weight.numpy() for weight in model.trainable_variables]
+loss = keras.losses.MeanSquaredError()
+one = np.full((1, 6), 0.5, np.float32), np.full((1, 1), 2.0, np.float32)
+with tf.GradientTape() as tape:
+    value = loss(one[1], model(one[0]))
+gradients = tape.gradient(value, model.trainable_variables)
+uneven = keras.models.clone_model(model)
+uneven.set_weights(model.get_weights())
+uneven.compile(keras.optimizers.SGD(0.5), loss)
+batch = Batch(
+    tf.constant(np.repeat(one[0], 2, axis=0)),
+    tf.constant(np.repeat(one[1], 2, axis=0)),
+    tf.ones(2),
+    tf.constant([0 if rank == 0 else -1, -1], tf.int64),
+    tf.constant(1, tf.int64),
+)
+trained = build_step(uneven, batch, group, Config(horovod=HorovodConfig(op="adasum")))
+trained.run(Batches(tf.data.Dataset.from_tensors(batch).batch(1)), 1, ANY_SIZE)
+moved = [(old - new.numpy()) / 0.5 for old, new in zip(start_of, uneven.trainable_variables, strict=True)]
+facts["one_record"] = max(rel_error(*pair) for pair in zip(moved, gradients, strict=True))
 leave(rank, facts)
 group.close()

@@ -116,6 +116,12 @@ def test_adasum_adds_what_is_orthogonal_and_averages_what_is_equal(
 
 
 @pytest.mark.parametrize(("launcher", "np"), WITH_ADASUM)
+def test_adasum_of_one_record_is_its_gradient(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for facts in rank_facts("adasum", launcher, np):
+        assert facts["one_record"] < 1e-5
+
+
+@pytest.mark.parametrize(("launcher", "np"), WITH_ADASUM)
 def test_ranks_train_with_adasum_and_stay_bit_equal(rank_facts: RankFacts, launcher: str, np: int) -> None:
     ranks = rank_facts("adasum", launcher, np)
     assert len({facts["weights"] for facts in ranks}) == 1

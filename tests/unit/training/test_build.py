@@ -551,6 +551,33 @@ def test_what_the_forward_pass_assigns_counts_as_the_whole_step_of_a_rank(
     assert np.allclose(norm.moving_mean, 3.0)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("counted", [False, True], ids=["planned", "counted"])
+def test_adasum_with_a_rank_without_records_is_the_gradient_of_the_others(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch, passes: int, counted: bool
+) -> None:
+    """The update of one record is its gradient; a rank that has none leaves the sums and Adasum as they are."""
+    monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: value)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = compiled(loss)
+    words = {"data": {"on_bad_record": "skip"}} if counted else {}
+    step = train(batches, model, horovod={"op": "adasum"}, train={"accumulate_steps": passes}, **words)
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    with tf.GradientTape() as tape:
+        value = loss(batch.targets[:1], model(batch.inputs[:1]))
+    gradients = tape.gradient(value, model.trainable_variables)
+    expected = [weight - 0.25 * gradient for weight, gradient in zip(model.trainable_variables, gradients, strict=True)]
+    size = StepSize(None if counted else 1, is_full=False)
+    ids = tf.where(tf.range(tf.size(batch.ids)) < 1, batch.ids, -1)
+    one = batch._replace(ids=ids, count=tf.constant(1, tf.int64))
+    shown = Summaries(step, lambda: one, size, {}).compute()
+    tf.function(lambda batch: step.train_on(batch, size), autograph=False)(one)
+    for weight, end, gradient in zip(model.trainable_variables, expected, gradients, strict=True):
+        np.testing.assert_allclose(weight, end, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(shown[f"gradients/{weight.path}"], gradient, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_synchronised_averages_are_of_the_rows_of_all_ranks_in_each_pass(
     batches: Pipeline, monkeypatch: pytest.MonkeyPatch, others: int
