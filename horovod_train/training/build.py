@@ -273,6 +273,12 @@ def build_training(
     _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
+    if config.train.synchronization == "local" and (sums := forward_state.of_kind("sum")):
+        path = next(weight.path for weight in changed if as_tf_variable(weight) is sums[0])
+        raise UserError(
+            f"train.synchronization: local averages weights now and then, and cannot add up what ranks have added to "
+            f"{path}, whose aggregation is sum. Leave that out, or write synchronization: every_step."
+        )
     needs_divisors = bool(_losses(model)) and (config.jit_compile or config.train.accumulate_steps > 1)
     sent = config.horovod
     exchange = GradientExchange(
@@ -291,7 +297,8 @@ def build_training(
         functools.partial(exchange.combine_each, name="settled.gradient"),
         optimizers.variables,
         [*optimizers.learning_rates.values()],
-        forward_state.variables,
+        forward_state.of_kind("mean"),
+        forward_state.of_kind("first"),
         # Slots of an optimizer are among its variables.
         [] if averages.are_of_optimizer else list(averages.variables.values()),
         sent.sparse_as_dense,

@@ -66,7 +66,9 @@ class SyncParts:
     rates: Sequence[Any] = ()
     """Those of them that are learning rates."""
     forward_state: Sequence[tf.Variable] = ()
-    """Weights that are not trained and that the forward pass assigns, as BatchNormalization does."""
+    """Weights that are not trained and that the forward pass assigns, as BatchNormalization does: those to average."""
+    of_root: Sequence[tf.Variable] = ()
+    """And those that are to become rank 0's, such as integers."""
     averages: Sequence[tf.Variable] = ()
     """Moving averages of the weights, if any."""
     sparse_as_dense: bool = True
@@ -151,8 +153,8 @@ class Local(SyncStrategy):
     """Each rank applies its own gradients; every `average_every_steps` steps the ranks average their variables.
 
     Local SGD (Stich 2019, arXiv:1805.09767). Weights, floating-point slots and moving averages are averaged; integers
-    that the forward pass assigns become rank 0's. Where ranks must be equal in between, such as for an evaluation, they
-    are averaged there too.
+    that the forward pass assigns, and what has the `aggregation` "only_first_replica", become rank 0's. Where ranks
+    must be equal in between, such as for an evaluation, they are averaged there too.
     """
 
     stops_at_once = False
@@ -168,8 +170,7 @@ class Local(SyncStrategy):
         variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
         self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
-        counters = [as_tf_variable(variable) for variable in parts.forward_state]
-        self.of_root = [variable for variable in counters if not variable.dtype.is_floating]
+        self.of_root = list(parts.of_root)
         self._is_root = tf.Variable(self.group.is_root, trainable=False)  # not a constant: see ForwardState
         self.settled = settled_step()
         self.squared_distance = tf.Variable(0.0, trainable=False)
@@ -248,7 +249,8 @@ class Local(SyncStrategy):
             squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
             variable.assign(mean)
         for index, variable in enumerate(self.of_root):
-            value = tf.where(self._is_root, tf.cast(variable, tf.int64), tf.zeros(variable.shape, tf.int64))
+            sent = variable.dtype if variable.dtype.is_floating else tf.int64
+            value = tf.where(self._is_root, tf.cast(variable, sent), tf.zeros(variable.shape, sent))
             variable.assign(tf.cast(self.group.sum_in_step(value, f"local.root.{index}"), variable.dtype))
         self.squared_distance.assign(tf.add_n(squares))
         self.has_averaged.assign(True)

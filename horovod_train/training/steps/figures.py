@@ -281,6 +281,10 @@ class ForwardState:
     def floating(self) -> list[tf.Variable]:
         return [variable for variable in self.variables if variable.dtype.is_floating]
 
+    def of_kind(self, kind: str) -> list[tf.Variable]:
+        """Return those that become their "mean", the "sum" of what ranks have added, or those of the "first" rank."""
+        return [as_tf_variable(variable) for variable in self._variables if _kind_of_update(variable) == kind]
+
     def values(self) -> list[tf.Tensor]:
         """In the compiled step, before the pass: return what `combine` needs."""
         return [variable.read_value() for variable in self.variables]

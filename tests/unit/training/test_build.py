@@ -714,6 +714,51 @@ def test_what_an_evaluation_assigns_is_made_equal_on_ranks(batches: Pipeline) ->
     assert not evaluate(batches, compiled("sparse_categorical_crossentropy", norm)).forward_state.variables
 
 
+class Kept(keras.Layer):
+    """Assigns the sum of what it gets to a weight that ranks combine by its aggregation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(name="kept")
+        self.options = options
+
+    def build(self, shape: Any) -> None:
+        self.kept = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept", **self.options)
+
+    def call(self, x: Any) -> Any:
+        self.kept.assign(ops.cast(ops.sum(x), self.kept.dtype))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"aggregation": "only_first_replica"}, 8.0),
+        ({"aggregation": "mean"}, 5.0),
+        ({}, 5.0),
+        ({"dtype": "int32"}, 8),
+        ({"dtype": "int32", "aggregation": "mean"}, 8),
+    ],
+    ids=str,
+)
+def test_local_averages_follow_the_aggregation_of_a_weight(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: float
+) -> None:
+    """On the second of two ranks, which has 2 where the first has 8, and which sends nothing where it is rank 0's."""
+    monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
+    sent_by_root = tf.constant(8.0)
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: value + tf.cast(sent_by_root, value.dtype))
+    monkeypatch.setattr(WorkerGroup, "average_in_step", lambda self, value, name: self.sum_in_step(value, name) / 2)
+    layer, config = Kept(**options), {"train": {"synchronization": "local", "average_every_steps": 4}}
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), layer)
+    group = replace(ALONE, rank=1)
+    made_config = build(Config, {"model": "users:model"} | config, "")
+    compiled_model = compile_model(made_config, model, Horizon(16, 5, 10))
+    step = build_training(made_config, group, compiled_model, batches, Shares(group), {})
+    layer.kept.assign(2)
+    assert step.state.synchronization.settle(1)
+    assert layer.kept.numpy() == expected
+
+
 class Noisy(layers.Layer):
     """Drops out in evaluations too."""
 
@@ -1058,6 +1103,11 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(_with_frozen()),
         {"train": {"synchronization": "stale"}},
         "/frozen though it is not trained. Write synchronization: every_step or local.",
+    ),
+    "a sum over ranks in local steps": (
+        lambda: compiled("sparse_categorical_crossentropy", Kept(aggregation="sum")),
+        {"train": {"synchronization": "local", "average_every_steps": 4}},
+        "/kept, whose aggregation is sum. Leave that out, or write synchronization: every_step.",
     ),
     "fewer gradients than variables": (
         lambda: made(Own(before=_gives_too_few)),
