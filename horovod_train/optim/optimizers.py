@@ -121,14 +121,20 @@ def limit_weight_decay(
     Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1; Jia
     et al. 2018). LARS also does not scale them. A user's optimizer stays as it is, and so does that of a compiled
     model, is_compiled. Call it before the optimizer is built. Raises UserError for an invalid pattern, for one that
-    matches nothing, or if there is no weight decay to exclude from.
+    matches nothing, if there is no weight decay to exclude from, or if nothing is left of one.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     # Excluding again would drop the variables that the user's function has excluded.
     decides_itself = is_compiled or ":" in config.optimizer.name
     decays = inner.weight_decay is not None or isinstance(inner, LARS)
     if decays and not decides_itself:
-        inner.exclude_from_weight_decay(var_list=_excluded(variables, config.train))
+        excluded = _excluded(variables, config.train)
+        if config.optimizer.options.get("weight_decay") and {*map(id, variables)} <= {*map(id, excluded)}:
+            raise UserError(
+                "optimizer.options.weight_decay: has no effect, because no trained weight is decayed: by default those "
+                "with more than one axis are, save those of train.weight_decay_exclude. Leave it out."
+            )
+        inner.exclude_from_weight_decay(var_list=excluded)
         return
     name = "the compiled optimizer" if is_compiled else config.optimizer.name
     decision = f"{name} decides itself what it excludes from its weight decay"

@@ -257,6 +257,12 @@ def build_training(
     shares: one for training and evaluation, because the model's losses follow one.
     """
     model, where = compiled.model, _where(config, "train")
+    norms = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    if config.train.sync_batch_norm and not any(layer.trainable for layer in norms):
+        raise UserError(
+            "train.sync_batch_norm: has no effect, because all BatchNormalization layers are frozen, and normalise by "
+            "their moving statistics. Leave it out."
+        )
     optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
     if not compiled.own:
@@ -269,7 +275,7 @@ def build_training(
     _check_step(config, compiled, optimizers, tried)
     _check_exchanges(tried, train, group, "train_step")
     _check_added_losses(tried, compiled)
-    _check_l2_is_read(penalties, compiled)
+    _check_l2_is_read(config, penalties, compiled)
     _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
@@ -542,8 +548,10 @@ def add_l2(model: keras.Model, l2: float) -> list[_Sum]:
     return penalties
 
 
-def _check_l2_is_read(penalties: Sequence[_Sum], compiled: Compiled) -> None:
+def _check_l2_is_read(config: Config, penalties: Sequence[_Sum], compiled: Compiled) -> None:
     """After the trial of a step: raise UserError if it has read none of the penalties, so that l2 would do nothing."""
+    if config.train.l2 and not penalties:
+        raise UserError("train.l2: has no effect, because no weight with more than one axis is trained. Leave it out.")
     if not penalties or any(penalty.is_read for penalty in penalties):
         return
     own = "train_step" in compiled.own

@@ -288,9 +288,11 @@ class Plain(keras.Model):
         return self.last(self.dense(self.flatten(image)))
 
 
-def compiled(loss: Any, last: keras.Layer | None = None) -> keras.Model:
+def compiled(loss: Any, last: keras.Layer | None = None, *, trains: bool = True) -> keras.Model:
+    """trains: whether the dense layer is trained."""
     model = Plain(last)
     model(keras.Input((4, 4, 1)))
+    model.dense.trainable = trains
     model.compile(keras.optimizers.SGD(0.25), loss)
     return model
 
@@ -1128,6 +1130,29 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(OwnLoss()),
         {"train": {"l2": 0.1}},
         "train.l2: has no effect, because the model's own compute_loss does not read self.losses",
+    ),
+    "l2 of no matrix": (
+        lambda: compiled("sparse_categorical_crossentropy", layers.LayerNormalization(), trains=False),
+        {"train": {"l2": 0.1}},
+        "train.l2: has no effect, because no weight with more than one axis is trained. Leave it out.",
+    ),
+    "a weight decay of no matrix": (
+        lambda: compiled("sparse_categorical_crossentropy", layers.LayerNormalization(), trains=False),
+        {"optimizer": {"name": "sgd", "options": {"weight_decay": 0.1}}},
+        "optimizer.options.weight_decay: has no effect, because no trained weight is decayed",
+    ),
+    "a weight decay that patterns leave nothing of": (
+        lambda: compiled("sparse_categorical_crossentropy"),
+        {
+            "optimizer": {"name": "adam", "options": {"weight_decay": 0.1}},
+            "train": {"weight_decay_1d": True, "weight_decay_exclude": ["kernel", "bias"]},
+        },
+        "optimizer.options.weight_decay: has no effect, because no trained weight is decayed",
+    ),
+    "synchronised norms that are frozen": (
+        lambda: compiled("sparse_categorical_crossentropy", layers.BatchNormalization(trainable=False)),
+        {"train": {"sync_batch_norm": True}},
+        "train.sync_batch_norm: has no effect, because all BatchNormalization layers are frozen",
     ),
     "metrics that nothing computes": (made, {"metrics": ["mean"]}, "metrics: has no effect, because the model's own"),
     "rate of two": (
