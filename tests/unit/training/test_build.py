@@ -567,7 +567,7 @@ def test_adasum_with_a_rank_without_records_is_the_gradient_of_the_others(
     step = train(batches, model, horovod={"op": "adasum"}, train={"accumulate_steps": passes}, **words)
     batch = batches.scaled(next(batches.batches(0, epochs=1)))
     with tf.GradientTape() as tape:
-        value = loss(batch.targets[:1], model(batch.inputs[:1]))
+        value = loss(cast(tf.Tensor, batch.targets)[:1], model(cast(tf.Tensor, batch.inputs)[:1]))
     gradients = tape.gradient(value, model.trainable_variables)
     expected = [weight - 0.25 * gradient for weight, gradient in zip(model.trainable_variables, gradients, strict=True)]
     size = StepSize(None if counted else 1, is_full=False)
@@ -850,7 +850,7 @@ def test_histograms_are_of_as_many_records_as_are_computed_together(
     step = stepping(batches, model, data=words, train={"accumulate_steps": 4})
     batch = batches.scaled(next(batches.batches(0, epochs=1)))
     shown = Summaries(step, lambda: batch, batches.size_of(0), {"h": "same"}).compute()
-    images, labels = (tensor[:2] for tensor in (batch.inputs, batch.targets))  # of 8
+    images, labels = (cast(tf.Tensor, part)[:2] for part in (batch.inputs, batch.targets))  # of 8
     np.testing.assert_allclose(shown["h"], model(images), rtol=1e-5)
     with tf.GradientTape() as tape:
         value = loss(labels, model(images))
