@@ -171,25 +171,31 @@ def gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
     return [value for value in values if value is not None]
 
 
-def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return whether all gradients are free of NaN and infinity, as a LossScaleOptimizer finds it.
+def seem_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return whether the sum of all numbers is finite, which reads each once: for each step.
 
-    Looks at their squares first, which reads each number once, and at each number only if those are not finite: float32
-    cannot hold the square of a number past 1.8e19, which a loss scale reaches where no gradient is of float16.
+    It is not if one of them is NaN or infinite; nor if float32 cannot hold the sum, past 3.4e38.
     """
-    values = gradient_values(gradients)
-    squares = tf.add_n([tf.nn.l2_loss(tf.cast(value, tf.float32)) for value in values])
+    return tf.math.is_finite(
+        tf.add_n([tf.reduce_sum(tf.cast(value, tf.float32)) for value in gradient_values(gradients)])
+    )
 
-    def look() -> tf.Tensor:
-        return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))
 
-    return tf.cond(tf.math.is_finite(squares), lambda: tf.constant(True), look)
+def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return whether all gradients are free of NaN and infinity, as a LossScaleOptimizer finds it."""
+    finite = [tf.reduce_all(tf.math.is_finite(value)) for value in gradient_values(gradients)]
+    return tf.reduce_all(tf.stack(finite))
 
 
 def variables_are_finite(variables: Sequence[tf.Variable]) -> tf.Tensor:
-    """Return whether all floating-point variables are free of NaN and infinity, as `nonfinite_names` finds them."""
+    """Return whether all floating-point variables are free of NaN and infinity, as `nonfinite_names` finds them.
+
+    Looks at each number only if their sum is not finite: large numbers are.
+    """
     values = [variable.read_value() for variable in variables if variable.dtype.is_floating]
-    return are_finite(values) if values else tf.constant(True)
+    if not values:
+        return tf.constant(True)
+    return tf.cond(seem_finite(values), lambda: tf.constant(True), lambda: are_finite(values))
 
 
 def small_gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -224,13 +230,18 @@ def restored_if_nonfinite(variables: Sequence[tf.Variable], checked: Sequence[tf
         return
     before = [variable.read_value() for variable in checked]
 
-    def look() -> tf.Tensor:
-        pairs = zip(checked, before, strict=True)
-        return tf.reduce_any(
-            tf.stack([tf.reduce_any(~tf.math.is_finite(new) & (new.read_value() != old)) for new, old in pairs])
-        )
+    def is_poisoned() -> tf.Tensor:
+        after = [variable.read_value() for variable in checked]
 
-    with restored_if(lambda: tf.cond(variables_are_finite(checked), lambda: tf.constant(False), look), variables):
+        def look() -> tf.Tensor:
+            pairs = zip(after, before, strict=True)
+            return tf.reduce_any(
+                tf.stack([tf.reduce_any(~tf.math.is_finite(new) & (new != old)) for new, old in pairs])
+            )
+
+        return tf.cond(seem_finite(after), lambda: tf.constant(False), look)
+
+    with restored_if(is_poisoned, variables):
         yield
 
 

@@ -21,7 +21,13 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.keras_seams import method_replaced, weights_of
-from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
+from horovod_train.training.nonfinite import (
+    are_finite,
+    gradient_values,
+    poison_if_nonfinite,
+    seem_finite,
+    small_gradient_values,
+)
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import Exchanged, SyncStrategy
 
@@ -247,7 +253,7 @@ class Update:
         A failure remains noted.
         """
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
-        before, is_bad = failed.read_value(), tf.logical_not(are_finite(small_gradient_values(gradients)))
+        before, is_bad = failed.read_value(), tf.logical_not(seem_finite(small_gradient_values(gradients)))
         if self.is_alone:
             is_cause.assign(True)
         else:
@@ -279,10 +285,13 @@ class Update:
             _only_count(optimizer)
             return tf.constant(True)
 
-        is_good = are_finite(gradients)
+        def look() -> tf.Tensor:  # scaled gradients become large before they become infinite
+            return tf.cond(are_finite(gradients), update, skip)
+
+        is_good = seem_finite(gradients)
         if self.is_empty is not None:  # what waits, with a delay, is judged when it is applied
             is_good = tf.logical_or(self.is_empty, is_good)
-        failed.assign(tf.cond(is_good, update, skip))
+        failed.assign(tf.cond(is_good, update, look if scales_loss else skip))
 
     def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Apply gradients, unless they are of no record: momentum and decay would move weights by gradients of 0."""

@@ -181,6 +181,15 @@ def test_a_loss_scale_is_lowered_by_gradients_that_are_not_finite() -> None:
     assert given.apply([4.0, 8.0]) == [1.0 - 2.0, 1.0 - 4.0]
 
 
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_large_gradient_is_no_failure(holds_back: bool) -> None:
+    """Float32 cannot hold its square."""
+    given = Given()
+    given.update.holds_back = holds_back
+    assert given.apply([1e25, -1e26]) == pytest.approx([-2e25, 2e26])
+    assert not bool(given.optimizers.failed)
+
+
 def test_a_loss_scale_that_no_gradient_of_float16_stops_leaves_out_what_keras_leaves_out() -> None:
     """Squares of scaled gradients are past float32 from a scale of about 2^64 on, and the scale itself at 2^128."""
     given = Given(scaled=True, initial_scale=2.0**15, dynamic_growth_steps=1)
