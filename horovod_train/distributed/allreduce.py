@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -21,17 +22,21 @@ import tensorflow as tf
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 
+T = TypeVar("T")
 Collective = TypeVar("Collective", bound=Callable[..., Any])
 _step: ContextVar[tuple[Any, tf.Tensor] | None] = ContextVar("step", default=None)
 """The graph in which a step is traced, and `unknown` of in_step."""
 _name_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How often each name has been used for an exchange in a graph."""
+_turns: dict[str, tf.Variable] = {}
+"""By the name of exchanges: what each of them in a graph writes before and after it. The value means nothing."""
 
 
 def exchange_name(name: str) -> str:
     """Return `name`, numbered from its second exchange in a graph on; for Horovod operations with ignore_name_scope.
 
-    The name is then the same on all ranks, whatever their graphs look like, and differs between exchanges under way.
+    The name is then the same on all ranks, whatever their graphs look like, and differs between exchanges of a graph;
+    those of several graphs, or of a graph that runs several times in a step, need in_turn too.
     Raises UserError in a graph that XLA is to compile, because XLA cannot compile an exchange.
     """
     if tf.executing_eagerly():
@@ -46,6 +51,35 @@ def exchange_name(name: str) -> str:
     counts = _name_counts.setdefault(graph, Counter())
     counts[name] += 1
     return name if counts[name] == 1 else f"{name}.{counts[name]}"
+
+
+def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.ProcessSet = hvd.global_process_set) -> T:
+    """Return exchange(values), begun after the exchanges with this `name` here that come before it in the program.
+
+    Those may be in other graphs, such as a branch of tf.cond, or in the same one, as a function that is called twice or
+    the body of a loop. TensorFlow would run them at the same time, but keeps writes to one variable in order.
+    values, and what is returned: any structure of tensors. Inside `exchange` nothing waits for each other.
+    """
+    if tf.executing_eagerly() or is_alone(ranks):
+        return exchange(values)
+    if name not in _turns:
+        _turns[name] = make_outside_graphs(lambda: tf.Variable(False, trainable=False, name="turn"))
+    turn = _turns[name]
+    with tf.control_dependencies([turn.assign(True, read_value=False)]):
+        values = tf.nest.map_structure(tf.identity, values, expand_composites=True)
+    results = exchange(values)
+    with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+        turn.assign(False, read_value=False)
+    return results
+
+
+def make_outside_graphs(make: Callable[[], T]) -> T:
+    """Call `make` outside any tf.function that is being traced; return its result.
+
+    In a thread, because TensorFlow lets a function make variables only in its first trace, even in an init_scope.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 @contextmanager

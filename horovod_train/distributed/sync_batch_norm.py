@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.allreduce import exchange_name, sum_over_ranks
+from horovod_train.distributed.allreduce import exchange_name, in_turn, sum_over_ranks
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
 
@@ -121,7 +121,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool,
                 _position_weights(x, axis, mask, layer.path),
                 axis,
                 self.epsilon,
-                exchange_name(f"sync_batch_norm.{number_of_layer()}"),
+                f"sync_batch_norm.{number_of_layer()}",
                 deterministic=deterministic,
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
@@ -164,7 +164,7 @@ def _normalise(
     over all ranks). Sums of squares cancel, so the forward exchange is in float64.
     """
     axes = [other for other in range(len(x.shape)) if other != axis]
-    share = _share.get()
+    share, turn, name = _share.get(), name, exchange_name(name)
 
     def sum_over_axes(values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(values, axes, keepdims=True)
@@ -195,7 +195,10 @@ def _normalise(
             sums = tf.stack([sum_over_axes(upstream), sum_over_axes(upstream * normalised)])
             if share is not None:
                 sums = tf.math.multiply_no_nan(sums, tf.cast(share, sums.dtype))
-            sums = sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic)
+            # Forward exchanges are in turn already: each call assigns what they give to the moving statistics.
+            sums = in_turn(
+                turn, sums, lambda sums: sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic)
+            )
             if share is not None:  # by which all gradients of this rank are multiplied later
                 sums = tf.math.divide_no_nan(sums, tf.cast(share, sums.dtype))
             mean_sums, variance_sums = tf.unstack(sums)

@@ -14,7 +14,6 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.distributed.allreduce import exchange_name, is_alone, number_of_ranks
+from horovod_train.distributed.allreduce import exchange_name, is_alone, make_outside_graphs, number_of_ranks
 from horovod_train.distributed.group import name_of
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RanksDisagree
@@ -65,15 +64,6 @@ def set_awaits_broadcast(awaits: bool) -> None:
     """Say whether `fit` is still to broadcast: until then a tenth exchange in it is not checked. Alike on all ranks."""
     global _awaits_broadcast
     _awaits_broadcast = awaits
-
-
-def make_outside_graphs(make: Callable[[], T]) -> T:
-    """Call `make` outside any tf.function that is being traced; return its result.
-
-    In a thread, because TensorFlow lets a function make variables only in its first trace, even in an init_scope.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
 
 
 class PerVariable(Generic[T]):

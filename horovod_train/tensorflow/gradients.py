@@ -6,7 +6,7 @@ Does not exchange a gradient itself; see distributed.optimizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -17,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from horovod_train.distributed.allreduce import number_of_ranks, with_values
+from horovod_train.distributed.allreduce import in_turn, make_outside_graphs, number_of_ranks, with_values
 from horovod_train.distributed.group import check_have_gradients, key_of
 from horovod_train.distributed.optimizer import OPS, Apply, GradientExchange, distribute, with_loss_scale
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
-from horovod_train.tensorflow.agreement import count_exchange, make_outside_graphs, number_of
+from horovod_train.tensorflow.agreement import count_exchange, number_of
 
 Groups = int | list[list[Any]] | None
 
@@ -269,14 +269,21 @@ class GradientCombiner:
             ranks = number_of_ranks(self.process_set)
             for i in local_indices:
                 combined[i] = with_values(combined[i], lambda values: values / tf.cast(ranks, values.dtype))
-        for number, bucket in enumerate(self._split_by_dtype(combined, indices, variables)):
-            if len(bucket) == 1:
-                combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{places[bucket[0]]}")
-                continue
-            with tf.device(self.device_dense):
-                exchanged = self.exchange.combine_together([combined[i] for i in bucket], f"{prefix}.group.{number}")
-            for i, gradient in zip(bucket, exchanged, strict=True):
-                combined[i] = gradient
+
+        def exchange(gradients: dict[int, Any]) -> dict[int, Any]:
+            exchanged: dict[int, Any] = {}
+            for number, bucket in enumerate(self._split_by_dtype(gradients, variables)):
+                if len(bucket) == 1:
+                    (i,) = bucket
+                    exchanged[i] = self._combine(gradients[i], f"{prefix}.gradient.{places[i]}")
+                    continue
+                with tf.device(self.device_dense):
+                    results = self.exchange.combine_together([gradients[i] for i in bucket], f"{prefix}.group.{number}")
+                exchanged.update(zip(bucket, results, strict=True))
+            return exchanged
+
+        for i, gradient in in_turn(prefix, {i: combined[i] for i in indices}, exchange, self.process_set).items():
+            combined[i] = gradient
         return combined
 
     def _combine(self, grad: Any, name: str) -> Any:
@@ -284,22 +291,18 @@ class GradientCombiner:
         with tf.device(self.device_sparse if is_sparse else self.device_dense):
             return self.exchange(grad, name)
 
-    def _split_by_dtype(
-        self, grads: Sequence[Any], indices: Sequence[int], variables: Sequence[Any]
-    ) -> Iterator[list[int]]:
+    def _split_by_dtype(self, grads: Mapping[int, Any], variables: Sequence[Any]) -> Iterator[list[int]]:
         """Yield the indices of gradients that are exchanged together: those of one dtype in each group."""
-        for group in self._group_indices(grads, indices, variables):
+        for group in self._group_indices(grads, variables):
             by_dtype: dict[str, list[int]] = {}
             for i in group:
                 by_dtype.setdefault(grads[i].dtype.name, []).append(i)
             yield from by_dtype.values()
 
-    def _group_indices(
-        self, grads: Sequence[Any], indices: Sequence[int], variables: Sequence[Any]
-    ) -> Iterator[list[int]]:
+    def _group_indices(self, grads: Mapping[int, Any], variables: Sequence[Any]) -> Iterator[list[int]]:
         """Yield the indices of the dense gradients of each group, and each sparse one alone."""
-        dense = [i for i in indices if not isinstance(grads[i], tf.IndexedSlices)]
-        yield from ([i] for i in indices if i not in set(dense))
+        dense = [i for i, grad in grads.items() if not isinstance(grad, tf.IndexedSlices)]
+        yield from ([i] for i in grads if i not in set(dense))
         if self._groups is None:
             yield from ([i] for i in dense)
         elif isinstance(self._groups, int):

@@ -265,9 +265,9 @@ def test_a_model_goes_through_a_file_with_its_optimizer_and_trains_on(ranks: lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["batch_norm", "one_name"])
+@pytest.mark.parametrize("what", ["batch_norm", "one_name", "two_calls"])
 def test_exchanges_of_two_models_are_not_mixed_up(rank_facts: RankFacts, what: str) -> None:
-    """Synchronised BatchNorm in both; two optimizers that were given the same name."""
+    """Synchronised BatchNorm in both; two optimizers that were given the same name; one model called twice."""
     for facts in rank_facts("two_models", "srun", 2):
         assert isinstance(facts[what], float), facts[what]
         assert facts[what] < 1e-4

@@ -157,6 +157,34 @@ def nested() -> Model:
     return second
 
 
+def in_pieces() -> Model:
+    """A step whose gradient is that of quarters: by a function that is called twice, in a branch, and in a loop."""
+    model, optimizer = dense(), sgd()
+    variables = model.trainable_variables
+    optimizer.build(variables)
+
+    def gradients_of(x: tf.Tensor, y: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = mse(model, x, y)
+        return hvd_tf.DistributedGradientTape(tape).gradient(loss, variables)
+
+    function = tf.function(gradients_of)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor, is_whole: tf.Tensor) -> None:
+        parts = [function(x[:2], y[:2]), function(x[2:4], y[2:4])]
+        parts.append(tf.cond(is_whole, lambda: gradients_of(x[4:6], y[4:6]), lambda: parts[0]))
+        looped = [tf.zeros_like(variable) for variable in variables]
+        for row in tf.range(6, 8):
+            by_row = gradients_of(x[row : row + 1], y[row : row + 1])
+            looped = [total + grad / 2 for total, grad in zip(looped, by_row, strict=True)]
+        optimizer.apply([tf.add_n(of_one) / 4 for of_one in zip(*parts, looped, strict=True)], variables)
+
+    for number in range(STEPS):
+        step(*map(tf.constant, batch(number)), tf.constant(True))
+    return model
+
+
 def with_groups() -> Model:
     model = dense()
     return loop(model, distributed(groups=in_groups(model)))
@@ -202,6 +230,7 @@ CASES: dict[str, tuple[Callable[[], Model], Model]] = {
     ),
     "loop": (lambda: loop(dense(), distributed()), plain),
     "nested": (nested, plain),
+    "in_pieces": (in_pieces, plain),
     "tape": (lambda: loop(dense(), sgd(), with_tape()), plain),
     "tape_in_a_second_trace": (lambda: loop(dense(), sgd(), with_tape(), looks_first=True), plain),
     "passes_3_in_a_second_trace": (

@@ -1,7 +1,11 @@
-"""Two models in one step, each in a tf.function of its own: nothing orders their exchanges, so names must differ."""
+"""Two models in one step, each in a tf.function of its own: nothing orders their exchanges, so names must differ.
+
+And one model in a tf.function that a step calls twice: its exchanges have the same names, so they must be in order.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -69,10 +73,50 @@ def distributed(name: str | None) -> list[keras.optimizers.Optimizer]:
     return [hvd.DistributedOptimizer(keras.optimizers.SGD(0.001), name=name) for _ in range(2)]
 
 
+def late(outputs: tf.Tensor) -> tf.Tensor:
+    """The same outputs, whose gradient rank 0 has later than the others."""
+
+    @tf.custom_gradient
+    def identity(outputs: tf.Tensor) -> Any:
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            waited = tf.numpy_function(wait, [upstream], tf.float32, stateful=False)
+            return tf.ensure_shape(waited, upstream.shape)
+
+        return tf.identity(outputs), backward
+
+    def wait(upstream: np.ndarray) -> np.ndarray:
+        time.sleep(0.2 if hvd.rank() == 0 else 0)
+        return upstream
+
+    return identity(outputs)
+
+
+def gradients_of_two_calls(model: keras.Model, x: np.ndarray) -> np.ndarray:
+    def gradients(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(late(model(x, training=True)) - 1.0))
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    function = tf.function(gradients, autograph=False)
+    twice = tf.function(lambda x: [*function(x), *function(x**2)], autograph=False)
+    return np.concatenate([grad.numpy().ravel() for grad in twice(tf.constant(x))])
+
+
+def error_of_two_calls() -> Any:
+    (mine, _), (whole, _), begin = synchronised, models(keras.layers.BatchNormalization), hvd.rank() * ROWS
+    whole.set_weights(mine.get_weights())
+    try:
+        found = gradients_of_two_calls(mine, rows[begin : begin + ROWS])
+    except tf.errors.OpError as error:
+        return str(error)
+    return rel_error(hvd.allreduce(found), gradients_of_two_calls(whole, rows))
+
+
 synchronised = [hvd.synchronise_batch_norm(model) for model in models(keras.layers.BatchNormalization)]
 facts = {
     "batch_norm": error_of(synchronised, distributed(None), keras.layers.BatchNormalization),
     "one_name": error_of(models(), distributed("ours")),
+    "two_calls": error_of_two_calls(),
 }
 leave(hvd.rank(), facts)
 hvd.shutdown()
