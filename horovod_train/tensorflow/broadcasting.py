@@ -16,6 +16,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import MPI_LIB
 
 from horovod_train.distributed import objects
+from horovod_train.distributed.allreduce import in_turn
 from horovod_train.distributed.group import as_tf_variable, check_sendable, name_of
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.layer_contents import finalize
@@ -170,24 +171,36 @@ def _broadcast_by_position(
         prefix = tf.compat.v1.get_default_graph().unique_name(prefix)
 
     def broadcast_all() -> None:
-        for number, variable in enumerate(variables):
-            name = f"{prefix}.{number}"
-            value = hvd.broadcast(variable, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
+        def exchange(values: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [
+                hvd.broadcast(
+                    value, root_rank, name=f"{prefix}.{number}", ignore_name_scope=True, process_set=process_set
+                )
+                for number, value in enumerate(values)
+            ]
+
+        values = in_turn("broadcast_variables", list(map(tf.convert_to_tensor, variables)), exchange, process_set)
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
     def broadcast_all_in_place() -> None:
         by_device: dict[str, list[tuple[str, Any]]] = {}
         for number, variable in enumerate(variables):
             by_device.setdefault(variable.device, []).append((f"{prefix}.{number}", variable.handle))
-        before: list[Any] = []  # each operation holds a thread until all ranks run it: the same one first on all
-        for named in by_device.values():
-            names, handles = zip(*named, strict=True)
-            with tf.control_dependencies(before):
-                # Not hvd.broadcast_, which takes the variables' names.
-                operation = MPI_LIB.horovod_broadcast_inplace_resource(
-                    handles, variable_names=names, root_rank=root_rank, process_set_id=process_set.process_set_id
-                )
-            before = [operation]
+
+        def exchange(before: list[Any]) -> list[Any]:
+            # Each operation holds a thread until all ranks run it: the same one first on all.
+            for named in by_device.values():
+                names, handles = zip(*named, strict=True)
+                with tf.control_dependencies(before):
+                    # Not hvd.broadcast_, which takes the variables' names.
+                    operation = MPI_LIB.horovod_broadcast_inplace_resource(
+                        handles, variable_names=names, root_rank=root_rank, process_set_id=process_set.process_set_id
+                    )
+                before = [operation]
+            return before
+
+        in_turn("broadcast_variables", [tf.constant(0)], exchange, process_set)
 
     # One graph, so that the exchanges overlap. Not called as a tf.function: TensorFlow would warn of retracing.
     broadcast = broadcast_all_in_place if inplace else broadcast_all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -338,15 +339,31 @@ broadcast_in_a_step = tf.function(lambda: hvd.broadcast_variables(moments, root_
 facts["unlike_in_a_step"] = error_of(broadcast_in_a_step)
 
 
-@tf.function
-def two_broadcasts() -> None:
-    for variables in several:
-        hvd.broadcast_variables(variables, root_rank=0)
+def broadcasts_in_a_step(*, in_functions: bool, inplace: bool = False) -> list[float]:
+    """The values of two lists of variables after one compiled step; in_functions: each in a function inside it."""
+    several = [[tf.Variable(100.0 * rank + number) for number in range(first, first + 30)] for first in (0, 30)]
+
+    def broadcast_of(variables: list[tf.Variable]) -> Callable[[], None]:
+        def broadcast() -> None:
+            hvd.broadcast_variables(variables, root_rank=0, inplace=inplace)
+
+        return tf.function(broadcast, autograph=False) if in_functions else broadcast
+
+    broadcasts = [broadcast_of(variables) for variables in several]
+
+    def step() -> None:
+        for broadcast in broadcasts:
+            broadcast()
+
+    tf.function(step, autograph=False)()
+    return [float(variable.numpy()) for variables in several for variable in variables]
 
 
-several = [[tf.Variable(100.0 * rank + number) for number in range(first, first + 30)] for first in (0, 30)]
-two_broadcasts()
-facts["two_broadcasts"] = [float(variable.numpy()) for variables in several for variable in variables]
+facts["two_broadcasts"] = [
+    broadcasts_in_a_step(in_functions=False),
+    broadcasts_in_a_step(in_functions=True),
+    broadcasts_in_a_step(in_functions=True, inplace=True),
+]
 
 in_place = [dense(rank), tf.Variable(float(rank)), tf.Variable([2.0 * rank])]
 hvd.broadcast_variables(in_place, root_rank=size - 1, inplace=True)
