@@ -72,7 +72,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     The optimizer's slots are built first, so that they are broadcast too. A model that has no variables before its
     first batch gets them after it. Seeds of dropout are not broadcast, because masks must differ by rank. After each
-    epoch all ranks compare their trainable weights, and raise RanksDisagree if they differ.
+    epoch all ranks compare their trainable weights, and raise RanksDisagree if they differ. All ranks must call `fit`
+    with it, equally often, also those outside the optimizer's process set.
 
     XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default if there is a GPU, is
     trained without it, and root reports this.

@@ -86,7 +86,8 @@ def DistributedOptimizer(
     gradient_predivide_factor: with hvd.Average, divide by this before the sum and by size / factor after it.
     average_aggregated_gradients: divide the sum of backward_passes_per_step gradients by their number.
     num_groups, groups: exchange gradients in so many groups, or in groups of these variables, each in one exchange.
-    process_set: the ranks that combine their gradients; the others apply their own.
+    process_set: the ranks that combine their gradients; the others apply their own. All ranks call `fit` alike where it
+        has the broadcast callback.
     scale_local_gradients: divide the gradients of local variables (`register_local_var`) by the number of ranks.
 
     Raises UserError for arguments that do not go together, for use_locking=True (TensorFlow 1), for an optimizer that

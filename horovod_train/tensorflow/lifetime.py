@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.device import Device, chosen_before
-from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, form_group, start_process
@@ -60,12 +61,13 @@ def init(
     """Collective: start Horovod in this process. A second call does nothing.
 
     comm: must be None; give the ranks of a part of the job as `process_sets`.
-    process_sets: sets of ranks that will exchange among themselves; "dynamic" allows add_process_set later.
+    process_sets: sets of ranks that will exchange among themselves; "dynamic" allows add_process_set later. All ranks
+        still call `fit` with the broadcast callback, and broadcast_variables without a process set.
     pin_device: make the GPU with this process's local rank the only one it uses, and share the host's cores among its
         ranks, unless the script has chosen GPUs or threads. What the script sets, before or afterwards, wins.
     watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
         a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour. Elastic ranks are
-        not watched.
+        not watched. Before that broadcast Horovod names exchanges in which ranks wait for longer than warn_after_s.
     check_weights: see that all ranks hold the same weights at the tenth exchange of gradients, and, by the broadcast
         callback, after each epoch.
     files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
@@ -90,7 +92,7 @@ def init(
         )
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else LIMITS
     agreement.switch(agreement.Guards(check_weights, files_on_root_only, end_epochs_together))
-    environment = stall_environment(limits) if watch_ranks and not is_elastic else None
+    environment = _stall_environment(limits) if watch_ranks and not is_elastic else None
     _started = start_process(environment=environment, process_sets=process_sets)
     device = _pin(_started) if pin_device else _UNPINNED
     if watch_ranks and limits.enabled:
@@ -168,6 +170,14 @@ def exchanging(call: str) -> AbstractContextManager[None]:
     return nullcontext() if group is None else group.heartbeat.phase("exchange", f"{IN_CALL}{call}")
 
 
+def _stall_environment(limits: WatchConfig) -> dict[str, str]:
+    """Return Horovod's settings, with which it names exchanges that ranks wait in: before the watch begins, only it."""
+    environment = stall_environment(limits)
+    if environment:
+        environment["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(math.ceil(limits.warn_after_s))
+    return environment
+
+
 def _pin(started: StartedProcess) -> Device:
     """Pin this process to its device, unless the script has chosen one or has started TensorFlow already."""
     if len(tf.config.get_visible_devices("GPU")) < len(tf.config.list_physical_devices("GPU")):
@@ -200,8 +210,16 @@ class _Watch:
         started_by = self._started.started_by
         if self.run_end is not None or started_by.is_elastic or started_by.size == 1:
             return
-        with self._started.rendezvous:
-            self.group = group = form_group(self._started, self._device)
+        try:
+            with self._started.rendezvous:
+                self.group = group = form_group(self._started, self._device)
+        except Exception as error:
+            if not is_connection_loss(error):
+                raise
+            raise RunError(
+                "another rank ended before its first broadcast; its message, if any, is above or in its log. All ranks "
+                "must call model.fit, or hvd.broadcast_variables, also those outside a process set."
+            ) from error
         group.heartbeat.phase("train")
         group.heartbeat.set_probe(lambda: _probe(group))
         log = RankLog()
