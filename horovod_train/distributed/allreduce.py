@@ -122,6 +122,27 @@ def named_by_call(collective: Collective) -> Collective:
     return call  # type: ignore[return-value]
 
 
+def mean_with_fractions(collective: Collective) -> Collective:
+    """Return a collective of Horovod that gives means of integers as float64; Horovod drops their fractions."""
+    signature = inspect.signature(collective)
+    (first, *_) = signature.parameters
+
+    def as_fractions(value: Any) -> Any:
+        dtype = getattr(value, "dtype", None)
+        return tf.cast(value, tf.float64) if dtype is not None and tf.as_dtype(dtype).is_integer else value
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if given["op"] == hvd.Average or (given["op"] is None and given["average"] is not False):
+            given[first] = tf.nest.map_structure(as_fractions, given[first])
+        return collective(**given)
+
+    return call  # type: ignore[return-value]
+
+
 def _is_compiled_by_xla(graph: Any) -> bool:
     # TensorFlow has no public way to ask. Without this private one, TensorFlow raises its own error at the first step.
     while graph is not None:

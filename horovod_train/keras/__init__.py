@@ -75,7 +75,8 @@ def allreduce(
 ) -> tf.Tensor:
     """Collective: return the value combined over all ranks, by default its mean.
 
-    value: the same shape on every rank. average: the older form of op=hvd.Average (True) or hvd.Sum (False).
+    value: the same shape on every rank; the mean of integers is a float64. average: the older form of op=hvd.Average
+    (True) or hvd.Sum (False).
     """
     if average is not None and op is not None:
         raise UserError("hvd.allreduce: give op or average, not both.")

@@ -1,7 +1,8 @@
 """`import horovod_train.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`, under Keras 3.
 
 The names, arguments and meanings are Horovod's; docs/migrate.md says what differs. Collectives on tensors are
-Horovod's, with names that are the same on all ranks inside a step of the trainer. Everything that uses Keras is
+Horovod's, with names that are the same on all ranks inside a step of the trainer, and means of integers that keep
+their fractions. Everything that uses Keras is
 implemented here. All ranks must make the same calls in the same order.
 """
 
@@ -32,7 +33,6 @@ from horovod.tensorflow import (
     global_process_set as global_process_set,
     gloo_built as gloo_built,
     gloo_enabled as gloo_enabled,
-    grouped_reducescatter as grouped_reducescatter,
     is_homogeneous as is_homogeneous,
     is_initialized as is_initialized,
     local_rank as local_rank,
@@ -53,7 +53,7 @@ from horovod.tensorflow import (
     stop_timeline as stop_timeline,
 )
 
-from horovod_train.distributed.allreduce import named_by_call
+from horovod_train.distributed.allreduce import mean_with_fractions, named_by_call
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm as synchronise_batch_norm
 from horovod_train.tensorflow import elastic as elastic
 from horovod_train.tensorflow.broadcasting import (
@@ -79,12 +79,13 @@ from horovod_train.tensorflow.gradients import (
 from horovod_train.tensorflow.sharding import shard as shard
 
 allgather = named_by_call(_horovod.allgather)
-allreduce = named_by_call(_horovod.allreduce)
+allreduce = mean_with_fractions(named_by_call(_horovod.allreduce))
 alltoall = named_by_call(_horovod.alltoall)
 broadcast = named_by_call(_horovod.broadcast)
 grouped_allgather = named_by_call(_horovod.grouped_allgather)
-grouped_allreduce = named_by_call(_horovod.grouped_allreduce)
-reducescatter = named_by_call(_horovod.reducescatter)
+grouped_allreduce = mean_with_fractions(named_by_call(_horovod.grouped_allreduce))
+grouped_reducescatter = mean_with_fractions(_horovod.grouped_reducescatter)
+reducescatter = mean_with_fractions(named_by_call(_horovod.reducescatter))
 
 REPLACEMENTS = {
     "BroadcastGlobalVariablesHook": "Estimators are TensorFlow 1: use model.fit and "

@@ -236,6 +236,8 @@ def test_values_of_all_kinds_are_exchanged(ranks: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(ranks):
         assert facts["values"] == {
             "allreduce": [pytest.approx((size - 1) / 2), 1.0],
+            "mean_of_integers": [pytest.approx((size - 1) / 2)] * 2,
+            "sum_of_integers": [size * (size - 1) // 2],
             "summed": [float(size)],
             "allgather": list(range(size)),
             "broadcast": [float(size - 1)],

@@ -406,6 +406,8 @@ facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
 facts["values"] = {
     "allreduce": hvd.allreduce(np.array([rank, 1.0])).numpy(),
+    "mean_of_integers": [float(hvd.allreduce(rank)), float(hvd_tf.grouped_allreduce([tf.constant(rank)])[0])],
+    "sum_of_integers": hvd.allreduce(np.array([rank]), average=False).numpy(),
     "summed": hvd.allreduce(keras.Variable([1.0]), average=False).numpy(),
     "allgather": hvd.allgather([rank]).numpy(),
     "broadcast": hvd.broadcast([float(rank)], root_rank=size - 1).numpy(),

@@ -13,6 +13,7 @@ import horovod.tensorflow
 import horovod.tensorflow.keras
 import horovod.tensorflow.keras.callbacks
 import pytest
+import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 import horovod_train.keras
@@ -99,6 +100,26 @@ def test_an_elastic_script_has_no_process_sets() -> None:
 def test_an_unknown_name_is_an_attribute_error_as_of_any_module(module: ModuleType) -> None:
     with pytest.raises(AttributeError, match=r"has no 'no_such_name'$"):
         module.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter"])
+def test_means_of_integers_keep_their_fractions_and_sums_their_dtype(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In place of the exchange: what would be sent."""
+    sent: list[tf.Tensor] = []
+
+    def send(tensor: Any, *_: Any, **__: Any) -> Any:
+        sent.extend([tensor] if isinstance(tensor, tf.Tensor) else tensor)
+        return tensor
+
+    monkeypatch.setattr(horovod.tensorflow, f"_{name}", send)
+    monkeypatch.setattr(horovod.tensorflow.global_process_set, "size", lambda: 2)
+    collective = getattr(horovod_train.tensorflow, name)
+    for values, options in (([1, 2], {}), ([1, 2], {"op": horovod.tensorflow.Sum}), ([1.0, 2.0], {})):
+        tensor = tf.constant(values)
+        collective([tensor] if name.startswith("grouped") else tensor, **options)
+    assert [tensor.dtype.name for tensor in sent] == ["float64", "int32", "float32"]
 
 
 def test_a_rank_that_is_lost_while_ranks_meet_is_no_mistake_of_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
