@@ -5,6 +5,7 @@ Does not exchange a gradient itself; see distributed.optimizer.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from horovod_train.distributed.allreduce import in_turn, make_outside_graphs, number_of_ranks, with_values
+from horovod_train.distributed.allreduce import in_turn, is_alone, make_outside_graphs, number_of_ranks, with_values
 from horovod_train.distributed.group import check_have_gradients, key_of
 from horovod_train.distributed.optimizer import OPS, Apply, GradientExchange, distribute, with_loss_scale
 from horovod_train.errors import UserError
@@ -148,7 +149,8 @@ def DistributedGradientTape(
 ) -> tf.GradientTape:
     """Make `gradient` of a tape return gradients combined over all ranks. Returns the same tape.
 
-    Only `gradient` is combined: `jacobian` and `batch_jacobian` stay this rank's. The arguments are those of
+    Only `gradient` is combined: `jacobian` and `batch_jacobian` stay this rank's. Gradients with respect to inputs are
+    combined too, with a warning: take a plain tape for this rank's. The arguments are those of
     DistributedOptimizer. A gradient that is None must be None on every rank.
 
     Raises UserError for arguments that do not go together, and for a tape that is distributed already.
@@ -258,9 +260,10 @@ class GradientCombiner:
         places = {i: place for place, i in enumerate(shared_indices)}  # ranks may have different local variables
         indices = [i for i in shared_indices if combined[i] is not None]
         # A tape may also differentiate by tensors, such as inputs, which differ by rank.
-        weights = [
-            variables[i] for i in indices if variables[i] is not None and not isinstance(variables[i], tf.Tensor)
-        ]
+        by_inputs = [i for i in indices if isinstance(variables[i], tf.Tensor)]
+        weights = [variables[i] for i in indices if variables[i] is not None and i not in by_inputs]
+        if by_inputs and not is_alone(self.process_set):
+            _warn_of_inputs()
         check_have_gradients(weights)
         prefix = self.name or self.owner
         if weights:  # two optimizers of a script may have one name
@@ -314,6 +317,16 @@ class GradientCombiner:
             for i in dense:
                 members.setdefault(group_of.get(key_of(variables[i]), len(self._groups) + i), []).append(i)
             yield from members.values()
+
+
+@functools.cache
+def _warn_of_inputs() -> None:
+    """Say on rank 0, the first time, that gradients of inputs are combined."""
+    if hvd.rank() == 0:
+        log.warning(
+            "DistributedGradientTape also combines gradients with respect to inputs over the ranks, which have other "
+            "inputs. For this rank's own, as for adversarial examples and gradient penalties, use a plain GradientTape."
+        )
 
 
 def _variables_of(layers: Any, owner: str) -> list[Any]:

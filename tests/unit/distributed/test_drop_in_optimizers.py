@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import horovod.tensorflow
 import keras
 import pytest
 import tensorflow as tf
 from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap
 
 import horovod_train.keras as hvd
+import horovod_train.tensorflow as hvd_tf
 from horovod_train.distributed import optimizer as exchange_module
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.errors import UserError
@@ -117,3 +119,24 @@ def test_gradients_are_combined_unless_a_tape_has_combined_all_of_them(monkeypat
     assert [grad.numpy().tolist() for grad in applied] == [[2.0, 2.0]] * 2
     apply(optimizer, [of_tape], None)
     assert applied[2] is of_tape
+
+
+def test_gradients_of_inputs_are_combined_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
+    ranks = horovod.tensorflow.global_process_set
+    monkeypatch.setattr(ranks, "included", lambda: True)
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setattr(gradients, "count_exchange", lambda *_: None)
+    monkeypatch.setattr(GradientExchange, "__call__", lambda exchange, gradient, name: 2 * gradient)
+    gradients._warn_of_inputs.cache_clear()
+    x, weight = tf.constant(1.0), tf.Variable(1.0)
+    with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        tape.watch(x)
+        loss = x * weight
+    assert float(tape.gradient(loss, [weight])[0]) == 2
+    assert not caplog.messages
+    assert [float(tape.gradient(loss, [weight, x])[1]) for _ in range(2)] == [2, 2]
+    (message,) = caplog.messages
+    assert message.endswith("use a plain GradientTape.")
