@@ -25,6 +25,7 @@ from horovod_train.distributed.allreduce import (
     sum_in_order,
 )
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.sync_batch_norm import parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
 
@@ -131,6 +132,8 @@ def distribute(optimizer: Any, apply: Apply) -> None:
 def _distributed(base: type, apply_distributed: Apply) -> type:
     """Return a subclass of an optimizer's class that combines gradients before it applies them."""
 
+    apply_count = 0
+
     class Distributed(base, _Distributed):
         def __setattr__(self, name: str, value: Any) -> None:
             # LossScaleOptimizer and MultiOptimizer do this to an optimizer that they take. The former would skip the
@@ -146,7 +149,25 @@ def _distributed(base: type, apply_distributed: Apply) -> type:
         def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             super().apply(grads, trainable_variables)
 
+        def count_apply(self) -> None:
+            """Note that `apply` has been called, for apply_gradients."""
+            nonlocal apply_count
+            apply_count += 1
+
+        def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            count_before = apply_count
+            result = super().apply_gradients(grads_and_vars, *args, **kwargs)
+            # One that adds up gradients of its own may call `apply` only at times, outside of a graph.
+            gives_to_inner = not tf.executing_eagerly() or any(parts_in(vars(self), keras.optimizers.Optimizer))
+            if apply_count == count_before and gives_to_inner:
+                raise UserError(
+                    f"DistributedOptimizer: apply_gradients of {base.__name__} does not call its apply, in which "
+                    "gradients are averaged. Distribute the optimizer inside it, if there is one."
+                )
+            return result
+
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            self.count_apply()
             # As Keras takes them: any iterables, which are read more than once here.
             variables = None if trainable_variables is None else list(trainable_variables)
             apply_distributed(self, list(grads), variables)

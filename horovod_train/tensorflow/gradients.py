@@ -418,6 +418,7 @@ def _accumulating(base: type, passes: int, average: bool) -> type:
                     variable.assign(tf.zeros_like(variable))
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            self.count_apply()  # here, because `apply` of the base is not called in each pass
             if trainable_variables is None:
                 raise UserError("DistributedOptimizer: backward_passes_per_step needs apply(grads, variables).")
             variables = list(trainable_variables)

@@ -140,3 +140,56 @@ def test_gradients_of_inputs_are_combined_with_one_warning(
     assert [float(tape.gradient(loss, [weight, x])[1]) for _ in range(2)] == [2, 2]
     (message,) = caplog.messages
     assert message.endswith("use a plain GradientTape.")
+
+
+class Around(keras.optimizers.Optimizer):
+    """Lets an optimizer inside it do the updates."""
+
+    def __init__(self, inner: keras.optimizers.Optimizer) -> None:
+        super().__init__(learning_rate=0.1)
+        self.inner = inner
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return self.inner.apply_gradients(grads_and_vars)
+
+
+class EverySecond(SGD):
+    """Leaves out every second update."""
+
+    calls = 0
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        self.calls += 1
+        return None if self.calls % 2 else super().apply_gradients(grads_and_vars)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_an_optimizer_that_lets_another_one_apply_the_gradients_is_refused(in_graph: bool) -> None:
+    optimizer, weight = hvd.DistributedOptimizer(Around(SGD())), keras.Variable([1.0])
+    optimizer.inner.build([weight])
+
+    def apply() -> None:
+        optimizer.apply_gradients([(tf.ones(1), weight)])
+
+    with pytest.raises(UserError, match="apply_gradients of Around does not call its apply, in which gradients are"):
+        (tf.function(apply, autograph=False) if in_graph else apply)()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: hvd.DistributedOptimizer(EverySecond(1.0)),
+        lambda: hvd.DistributedOptimizer(SGD(1.0), backward_passes_per_step=2),
+        lambda: hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2)),
+        lambda: hvd.DistributedOptimizer(LossScaleOptimizer(SGD(1.0), initial_scale=1.0), backward_passes_per_step=2),
+        lambda: hvd.DistributedOptimizer(MultiOptimizer(OptimizerMap(SGD(1.0))), backward_passes_per_step=2),
+    ],
+    ids=["own", "passes", "Keras", "loss scale", "multi"],
+)
+def test_an_optimizer_may_leave_out_updates(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    monkeypatch.setattr(gradients.GradientCombiner, "__call__", lambda combiner, grads, variables: list(grads))
+    optimizer, weight = build(), keras.Variable([1.0])
+    optimizer.build([weight])
+    for _ in range(2):
+        optimizer.apply_gradients([(tf.ones(1), weight)])
+    assert float(weight.numpy()[0]) < 1.0
