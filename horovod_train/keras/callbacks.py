@@ -83,6 +83,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     ends earlier than Keras knew raises UserError, and so do all if one stops training at another epoch. The number of
     batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
 
+    In a loop of your own, by keras.callbacks.CallbackList, it broadcasts and compares the same; the number of batches
+    is then yours to keep equal. Of a model that is not compiled it knows the optimizers in attributes only:
+    hvd.broadcast_model(model, optimizer) also sends the state of another.
+
     Other callbacks of the same `fit`: ModelCheckpoint, TensorBoard, CSVLogger and the progress bar run on root only;
     EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without MetricAverageCallback;
     TerminateOnNaN stops all ranks after the batch in which one has such a loss; of BackupAndRestore, which comes after
@@ -115,7 +119,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         begin_watch()  # before any exchange here: a rank that makes others is then named
         self._has_broadcast = False
-        parts = [self.model.optimizer, *parts_in(vars(self.model), keras.optimizers.Optimizer)]
+        parts = [optimizer_of(self.model), *parts_in(vars(self.model), keras.optimizers.Optimizer)]
         self._optimizers = list({id(part): part for part in parts if part is not None}.values())
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
@@ -147,9 +151,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         self._has_broadcast = True
         set_awaits_broadcast(False)
-        model, weights = self.model, self.model.weights
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        model, weights, optimizer = self.model, self.model.weights, optimizer_of(self.model)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
         slots = [slot for optimizer in self._optimizers for slot in optimizer.variables]
         pairs = [*((weight, weight) for weight in weights), *weights_of_slots(slots, weights)]
         shared = [variable for variable, weight in pairs if weight is None or not self._is_local(weight)]
@@ -184,11 +188,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches_done, self._has_met = epoch + 1, 0, False
-        self._planned_batches = batches_of_epoch(self.params["steps"], self._callbacks)
+        self._planned_batches = batches_of_epoch(steps_of_epoch(self), self._callbacks)
         plans = _gather_plans(self._epoch, _UNKNOWN if self._planned_batches is None else self._planned_batches)
         if len(set(plans)) > 1:
             self._end_together(plans)
-        if self._planned_batches is None and hvd.size() > 1:
+        is_in_fit = "steps" in (self.params or {})
+        if self._planned_batches is None and hvd.size() > 1 and is_in_fit:
             raise UserError(
                 f"model.fit: the number of batches in an epoch must be known, so that {hvd.size()} ranks can compare "
                 "theirs; received data of unknown length. Give fit(steps_per_epoch=...), and data.repeat()."
@@ -254,7 +259,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _check_agreement(self) -> None:
         """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
-        combiner = getattr(self.model.optimizer, "gradient_combiner", None)
+        combiner = getattr(optimizer_of(self.model), "gradient_combiner", None)
         ranks = combiner.process_set if combiner else hvd.global_process_set
         if not guards().check_weights or not ranks.included():
             return
@@ -380,7 +385,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._callbacks = callbacks_of_fit()
-        if not self.staircase and not self._has_fixed_steps and not self.params.get("steps"):
+        if not self.staircase and not self._has_fixed_steps and not steps_of_epoch(self):
             raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -392,7 +397,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not self.staircase:
             if not self._has_fixed_steps and (batch == 0 or not self.steps_per_epoch):
                 # Where ranks have different numbers of batches, the same rate on all of them.
-                self.steps_per_epoch = min([self.params["steps"], *early_ends(self._callbacks)])
+                steps = steps_of_epoch(self)
+                assert steps
+                self.steps_per_epoch = min([steps, *early_ends(self._callbacks)])
             assert self.steps_per_epoch
             self._set_rate(self._epoch + batch / self.steps_per_epoch)
         elif batch == 0:
@@ -510,6 +517,16 @@ class EndEpoch(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._filters.close()
         self.batches = None
+
+
+def steps_of_epoch(callback: keras.callbacks.Callback) -> int | None:
+    """Return how many batches Keras plans for an epoch; None if it does not know, or in a loop of the user's own."""
+    return (callback.params or {}).get("steps")
+
+
+def optimizer_of(model: keras.Model) -> Any:
+    """Return the optimizer that `compile` was given; None for a model that was not compiled."""
+    return getattr(model, "optimizer", None)
 
 
 def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback]) -> int | None:

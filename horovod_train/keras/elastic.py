@@ -8,7 +8,7 @@ import keras
 from horovod.common.elastic import State
 
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks import batches_of_epoch, callbacks_of_fit, switch_off_xla
+from horovod_train.keras.callbacks import batches_of_epoch, callbacks_of_fit, steps_of_epoch, switch_off_xla
 from horovod_train.tensorflow.elastic import TensorFlowKerasState, run
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -53,7 +53,7 @@ class UpdateBatchStateCallback(_Progress):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.state.batch = self.batches_before + batch + 1
-        steps = self.params["steps"]
+        steps = steps_of_epoch(self)
         is_last = self.batches_before and steps is not None and self.state.batch >= steps
         if is_last and not self.model.stop_training:
             self.model.stop_training = _CUT_SHORT
@@ -101,7 +101,7 @@ class CommitStateCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         for callback in self._progress:
             callback.on_train_batch_end(batch, logs)
-        batches_done, total_batches = batch + 1, batches_of_epoch(self.params["steps"], self._callbacks)
+        batches_done, total_batches = batch + 1, batches_of_epoch(steps_of_epoch(self), self._callbacks)
         # Not after the last batch: to begin again there, `fit` would have to run an epoch of no batch.
         is_last = total_batches is not None and batches_done >= total_batches
         if batches_done - self._committed_batches >= self.batches_per_commit and not is_last:

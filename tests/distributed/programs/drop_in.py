@@ -202,6 +202,27 @@ def eager_tape() -> Model:
     return model
 
 
+def own_loop_with_callbacks(*, compiles: bool) -> Model:
+    """A loop that calls the callbacks itself; ranks begin with different weights."""
+    model, optimizer = dense(rank), distributed()
+    if compiles:
+        model.compile(optimizer, "mse")
+    own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    callbacks = keras.callbacks.CallbackList(own, model=model)
+    callbacks.on_train_begin()
+    for epoch in range(2):
+        callbacks.on_epoch_begin(epoch)
+        for number in range(epoch * STEPS // 2, (epoch + 1) * STEPS // 2):
+            callbacks.on_train_batch_begin(number)
+            with tf.GradientTape() as tape:
+                loss = mse(model, *batch(number))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            callbacks.on_train_batch_end(number, {"loss": float(loss)})
+        callbacks.on_epoch_end(epoch, {"loss": float(loss)})
+    callbacks.on_train_end()
+    return model
+
+
 def partial() -> Model:
     """The head is each rank's own: its gradient is this rank's, divided by the number of ranks."""
     model = dense()
@@ -219,6 +240,8 @@ CASES: dict[str, tuple[Callable[[], Model], Model]] = {
         lambda: fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], jit_compile=True),
         plain,
     ),
+    "own_loop_with_callbacks": (lambda: own_loop_with_callbacks(compiles=True), plain),
+    "own_loop_not_compiled": (lambda: own_loop_with_callbacks(compiles=False), plain),
     "half": (
         lambda: in_half(lambda: fit(dense(), distributed(sgd_of_weighted), loss_weights=[WEIGHT])),
         in_half(of_compile),
