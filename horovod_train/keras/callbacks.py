@@ -284,7 +284,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replace each logged value at the end of an epoch by its mean over ranks.
+    """Replace each logged number, or array of numbers, at the end of an epoch by its mean over ranks.
 
     The result is a mean of means: exact if every rank has seen the same number of records. Put this callback before
     those that read the logs, so that all ranks decide alike. device: TensorFlow device of the exchange.
@@ -295,7 +295,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        values = {name: np.asarray(value, np.float64) for name, value in sorted((logs or {}).items())}
+        arrays = {name: _as_numbers(value) for name, value in sorted((logs or {}).items())}
+        values = {name: array for name, array in arrays.items() if array is not None}
         with exchanging("MetricAverageCallback"):
             names = objects.gather(list(values), "MetricAverageCallback.names")
         if differing := [rank for rank, rank_names in enumerate(names) if rank_names != names[0]]:
@@ -456,6 +457,16 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.verbose and hvd.rank() == 0 and epoch + 1 == self.end_epoch:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+def _as_numbers(value: Any) -> np.ndarray | None:
+    """Return a logged value as float64; None for what is no number, such as a text or a dict."""
+    if value is None or isinstance(value, str | bytes):  # NumPy takes them for NaN and for what the text says
+        return None
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return None
 
 
 def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from horovod_train.keras import callbacks
-from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, EndEpoch, LearningRateScheduleCallback
+from horovod_train.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    EndEpoch,
+    LearningRateScheduleCallback,
+    MetricAverageCallback,
+)
 
 
 def test_an_epoch_that_ends_early_ends_with_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +40,13 @@ def test_rates_follow_the_batches_that_each_epoch_really_has() -> None:
         for batch in range(2):
             callback.on_train_batch_begin(batch)
     assert rates == [0, 0.25, 1, 1.125, 2, 2.5]
+
+
+def test_logs_that_are_no_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the mean, twice the value."""
+    monkeypatch.setattr(callbacks.objects, "gather", lambda names, _: [names, names])
+    monkeypatch.setattr("horovod.tensorflow.allreduce", lambda values, **_: tf.constant(2 * values))
+    others = {"when": "now", "count": "3", "none": None, "parts": {"a": 1.0}, "texts": np.array(["a"])}
+    logs: dict[str, Any] = {**others, "loss": 1.0, "rate": tf.constant(0.5)}
+    MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {**others, "loss": 2.0, "rate": 1.0}
