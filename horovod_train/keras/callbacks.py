@@ -54,11 +54,10 @@ _ADVICE = (
     "Train with hvd.DistributedOptimizer(optimizer), and give this callback local_variables= for those that each rank "
     "keeps"
 )
-_FILE_WRITERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ProgbarLogger,
+_FILE_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("ModelCheckpoint", "OrbaxCheckpoint", "TensorBoard", "CSVLogger", "ProgbarLogger")
+    if hasattr(keras.callbacks, name)  # Keras 3.12, the last for Python 3.10, has no OrbaxCheckpoint
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 _VELOCITY_SLOTS = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}
@@ -87,10 +86,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     is then yours to keep equal. Of a model that is not compiled it knows the optimizers in attributes only:
     hvd.broadcast_model(model, optimizer) also sends the state of another.
 
-    Other callbacks of the same `fit`: ModelCheckpoint, TensorBoard, CSVLogger and the progress bar run on root only;
-    EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without MetricAverageCallback;
-    TerminateOnNaN stops all ranks after the batch in which one has such a loss; of BackupAndRestore, which comes after
-    this callback, root writes, and all ranks continue from what root has.
+    Other callbacks of the same `fit`: ModelCheckpoint, OrbaxCheckpoint, TensorBoard, CSVLogger and the progress bar run
+    on root only; EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without
+    MetricAverageCallback; TerminateOnNaN stops all ranks after the batch in which one has such a loss; of
+    BackupAndRestore, which comes after this callback, root writes, and all ranks continue from what root has.
 
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
     which each rank keeps its own value and optimizer state, as of those that an optimizer's register_local_var names.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -50,3 +51,11 @@ def test_logs_that_are_no_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPat
     logs: dict[str, Any] = {**others, "loss": 1.0, "rate": tf.constant(0.5)}
     MetricAverageCallback().on_epoch_end(0, logs)
     assert logs == {**others, "loss": 2.0, "rate": 1.0}
+
+
+def test_every_checkpoint_of_keras_is_written_by_root_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 1)
+    kinds = [getattr(keras.callbacks, name) for name in dir(keras.callbacks) if name.endswith("Checkpoint")]
+    given: list[Any] = [kind.__new__(kind) for kind in kinds]
+    callbacks._keep_to_root(given, 0)
+    assert {type(callback) for callback in given} == {keras.callbacks.Callback}
