@@ -226,10 +226,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _end_together(self, plans: list[tuple[int, int]]) -> None:
         """End this epoch after the fewest batches that a rank has; raise UserError if that cannot be."""
         epochs, batches = {epoch for epoch, _ in plans}, min(batches for _, batches in plans)
-        per_call = self.model.steps_per_execution
-        batches -= batches % per_call  # a compiled call is not cut
         if not guards().end_epochs_together or len(epochs) > 1 or batches < 1:
             raise _plans_differ(plans)
+        per_call = self.model.steps_per_execution
+        if batches < per_call:
+            ranks = _ranks_text([rank for rank, (_, count) in enumerate(plans) if count == batches])
+            raise UserError(
+                f"model.fit: steps_per_execution={per_call} is more than the {batches} batches of {ranks}, and ranks "
+                "with different numbers of batches end an epoch after a compiled call. Make it smaller."
+            )
+        batches -= batches % per_call  # a compiled call is not cut
         self._end_epoch.batches = self._planned_batches = batches
         if not self._has_warned and hvd.rank() == self.root_rank:
             self._has_warned = True

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from horovod_train.errors import UserError
 from horovod_train.keras import callbacks
 from horovod_train.keras.callbacks import (
     BroadcastGlobalVariablesCallback,
@@ -19,14 +20,25 @@ from horovod_train.keras.callbacks import (
 )
 
 
-def test_an_epoch_that_ends_early_ends_with_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_fit(monkeypatch: pytest.MonkeyPatch, steps_per_execution: int) -> Any:
+    """The broadcast callback of rank 1, in an epoch."""
     monkeypatch.setattr("horovod.tensorflow.rank", lambda: 1)
     monkeypatch.setattr(callbacks, "guards", lambda: SimpleNamespace(end_epochs_together=True))
     callback: Any = BroadcastGlobalVariablesCallback()
-    callback._model, callback._end_epoch = SimpleNamespace(steps_per_execution=2), EndEpoch()
-    callback._has_warned = False
+    callback._model = SimpleNamespace(steps_per_execution=steps_per_execution)
+    callback._end_epoch, callback._has_warned = EndEpoch(), False
+    return callback
+
+
+def test_an_epoch_that_ends_early_ends_with_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = in_fit(monkeypatch, 2)
     callback._end_together([(1, 5), (1, 7)])
     assert callback._end_epoch.batches == callback._planned_batches == 4
+
+
+def test_a_compiled_call_of_more_batches_than_a_rank_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^model.fit: steps_per_execution=4 is more than the 3 batches of rank 1, and"):
+        in_fit(monkeypatch, 4)._end_together([(1, 5), (1, 3)])
 
 
 def test_rates_follow_the_batches_that_each_epoch_really_has() -> None:
