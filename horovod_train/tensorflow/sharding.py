@@ -13,6 +13,8 @@ import tensorflow as tf
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import unsure_order
 
+_SEVERAL = "Give several inputs one by one, x1, x2, y, weights = hvd.shard(x1, x2, y), or as a dict."
+
 
 def shard(*data: Any) -> Any:
     """Return this rank's part of arrays, or of a tf.data.Dataset, with a sample weight for each record.
@@ -35,7 +37,8 @@ def shard(*data: Any) -> Any:
     counts = set(lengths.values())
     if len(counts) != 1:
         text = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "nothing"
-        raise UserError(f"hvd.shard: expected arrays with the same number of rows; received {text}.")
+        advice = f" {_SEVERAL}" if any(map(_is_several, data)) else ""
+        raise UserError(f"hvd.shard: expected arrays with the same number of rows; received {text}.{advice}")
     rank, size, count = hvd.rank(), hvd.size(), counts.pop()
     _check_count(count)
     rows = np.arange(rank, count, size)
@@ -67,11 +70,19 @@ def _as_arrays(value: Any, name: str, lengths: dict[str, int]) -> np.ndarray | d
     try:
         array = np.asarray(value)
     except ValueError:
-        raise _no_rows(name, f"{kind} whose items have different shapes", "Pad them to one shape.") from None
+        advice = _SEVERAL if _is_several(value) else "Pad them to one shape."
+        raise _no_rows(name, f"{kind} whose items have different shapes", advice) from None
     if array.ndim == 0:
         raise _no_rows(name, f"{kind} without rows", "Make an array of it.")
     lengths[name] = len(array)
     return array
+
+
+def _is_several(value: Any) -> bool:
+    """Return whether a value is a list of arrays of one length, as `fit` takes them for several inputs."""
+    if not isinstance(value, list | tuple) or not all(getattr(item, "ndim", 0) for item in value):
+        return False
+    return len({len(item) for item in value}) == 1
 
 
 def _no_rows(name: str, what: str, advice: str) -> UserError:
