@@ -391,6 +391,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._callbacks = callbacks_of_fit()
+        optimizer = optimizer_of(self.model)
+        try:
+            optimizer.learning_rate = float(optimizer.learning_rate)
+        except (AttributeError, TypeError):  # a LearningRateSchedule; a MultiOptimizer; a model that is not compiled
+            kind = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, whose rate cannot be set"
+            raise UserError(
+                f"{type(self).__name__}: it sets the rate of the optimizer that model.compile was given; received "
+                f"{kind}. Give compile one whose learning_rate is a number, or leave this callback out."
+            ) from None
         if not self.staircase and not self._has_fixed_steps and not steps_of_epoch(self):
             raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
 

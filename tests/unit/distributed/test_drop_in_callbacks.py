@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap, schedules
 
 from horovod_train.errors import UserError
 from horovod_train.keras import callbacks
@@ -16,6 +17,7 @@ from horovod_train.keras.callbacks import (
     BroadcastGlobalVariablesCallback,
     EndEpoch,
     LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
     MetricAverageCallback,
 )
 
@@ -71,3 +73,29 @@ def test_every_checkpoint_of_keras_is_written_by_root_only(monkeypatch: pytest.M
     given: list[Any] = [kind.__new__(kind) for kind in kinds]
     callbacks._keep_to_root(given, 0)
     assert {type(callback) for callback in given} == {keras.callbacks.Callback}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        (lambda: SGD(schedules.ExponentialDecay(0.1, 10, 0.9)), "SGD, whose rate cannot be set"),
+        (lambda: LossScaleOptimizer(SGD(schedules.ExponentialDecay(0.1, 10, 0.9))), "LossScaleOptimizer, whose rate"),
+        (lambda: MultiOptimizer(OptimizerMap(SGD())), "MultiOptimizer, whose rate cannot be set"),
+        (lambda: None, "no optimizer"),
+    ],
+)
+@pytest.mark.parametrize("callback", [LearningRateScheduleCallback(0.1, 1.0), LearningRateWarmupCallback(0.1)])
+def test_an_optimizer_whose_rate_cannot_be_set_is_refused_before_the_first_batch(
+    callback: Any, optimizer: Any, what: str
+) -> None:
+    callback._model, callback.params = SimpleNamespace(optimizer=optimizer()), {"steps": 3}
+    with pytest.raises(UserError, match=f"^{type(callback).__name__}: it sets the rate .* received {what}"):
+        callback.on_train_begin()
+
+
+@pytest.mark.parametrize("optimizer", [lambda: SGD(0.1), lambda: LossScaleOptimizer(SGD(0.1))])
+def test_a_rate_that_is_a_number_stays_as_it_is_until_the_first_batch(optimizer: Any) -> None:
+    callback: Any = LearningRateScheduleCallback(0.5, 1.0)
+    callback._model = SimpleNamespace(optimizer=optimizer())
+    callback.on_train_begin()
+    assert float(callback.model.optimizer.learning_rate) == pytest.approx(0.1)
