@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap, schedules
 
+from horovod_train.distributed import objects
 from horovod_train.errors import UserError
 from horovod_train.keras import callbacks
 from horovod_train.keras.callbacks import (
@@ -59,7 +60,7 @@ def test_rates_follow_the_batches_that_each_epoch_really_has() -> None:
 
 def test_logs_that_are_no_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the mean, twice the value."""
-    monkeypatch.setattr(callbacks.objects, "gather", lambda names, _: [names, names])
+    monkeypatch.setattr(objects, "gather", lambda names, _: [names, names])
     monkeypatch.setattr("horovod.tensorflow.allreduce", lambda values, **_: tf.constant(2 * values))
     others = {"when": "now", "count": "3", "none": None, "parts": {"a": 1.0}, "texts": np.array(["a"])}
     logs: dict[str, Any] = {**others, "loss": 1.0, "rate": tf.constant(0.5)}
