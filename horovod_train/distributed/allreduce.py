@@ -63,7 +63,7 @@ def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.Process
     if tf.executing_eagerly() or is_alone(ranks):
         return exchange(values)
     if name not in _turns:
-        _turns[name] = make_outside_graphs(lambda: tf.Variable(False, trainable=False, name="turn"))
+        _turns[name] = make_outside_graphs(_make_turn)
     turn = _turns[name]
     with tf.control_dependencies([turn.assign(True, read_value=False)]):
         values = tf.nest.map_structure(tf.identity, values, expand_composites=True)
@@ -71,6 +71,11 @@ def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.Process
     with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
         turn.assign(False, read_value=False)
     return results
+
+
+def _make_turn() -> tf.Variable:
+    with tf.device("cpu:0"):  # a write on a GPU would be one more kernel to start
+        return tf.Variable(False, trainable=False, name="turn")
 
 
 def make_outside_graphs(make: Callable[[], T]) -> T:
