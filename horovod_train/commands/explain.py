@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -29,7 +30,7 @@ from horovod_train.checkpoint import layout
 from horovod_train.checkpoint.layout import CHECKPOINTS, Damaged, newest_whole, reason, step_name
 from horovod_train.commands.cli import require_run
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import RanksDisagree, UserError
+from horovod_train.errors import InUse, RanksDisagree, UserError
 from horovod_train.host import has_run_since
 from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.files import STOP_FILE, read_json
@@ -51,6 +52,10 @@ State = Literal["finished", "stopped", "failed", "crashed", "disappeared", "stal
 WATCH_S = 2 * REFRESH_S
 LAUNCH_LINES = 6
 """How many of the last lines of the command launch are shown: those of about three starts."""
+_REFUSED = f"stopped: exit code {InUse.exit_code}: "
+"""How launch tells that another run has the directory."""
+_WAITED = "; it has been so for "
+"""What it adds if it has waited for the directory after starts of its own."""
 _NAMED_RANK = re.compile(r"\brank (\d+) \(")
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
@@ -159,7 +164,8 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
     launched = _launched(run_dir)
-    outcome = _without_logs(launched, stories) or _judge(stories, summary, lambda: _find_running(run_dir, watch_s))
+    find_holder = functools.cache(lambda: _find_running(run_dir, watch_s))
+    outcome = _without_logs(_not_refused(launched), stories, find_holder) or _judge(stories, summary, find_holder)
     if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
         # It may have ended while its files and its lease were looked at, which takes seconds.
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
@@ -184,7 +190,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, checkpoint, launched),
+        next=_next(run_dir, outcome, stories, checkpoint, _not_refused(launched)),
     )
 
 
@@ -201,12 +207,31 @@ def _starts_of(launched: Sequence[Entry]) -> list[datetime]:
     return [datetime.fromisoformat(entry.time) for entry in launched if entry.text.startswith("start ")]
 
 
-def _without_logs(launched: Sequence[Entry], stories: Mapping[int, RankStory]) -> Outcome | None:
+def _not_refused(launched: Sequence[Entry]) -> list[Entry]:
+    """Return what launch has said, without its starts that ended because another run had the directory."""
+    kept: list[Entry] = []
+    for entry in launched:
+        if not entry.text.startswith(_REFUSED) or _WAITED in entry.text:
+            kept.append(entry)
+            continue
+        starts = [number for number, earlier in enumerate(kept) if earlier.text.startswith("start ")]
+        del kept[starts[-1] if starts else len(kept) :]
+    return kept
+
+
+def _without_logs(
+    launched: Sequence[Entry], stories: Mapping[int, RankStory], find_holder: Callable[[], str | None]
+) -> Outcome | None:
     """Return how the last start of launch ended, if its ranks left no logs: those that are there tell of another."""
     begun = _starts_of(launched)
     if not begun or not launched[-1].text.startswith("stopped: "):
         return None
-    if any(datetime.fromisoformat(story.entries[0].time) >= begun[-1] for story in stories.values()):
+    ended = datetime.fromisoformat(launched[-1].time)
+    for story in stories.values():
+        first, last = (datetime.fromisoformat(story.entries[at].time) for at in (0, -1))
+        if first >= begun[-1] or last > ended or _is_alive(story):
+            return None
+    if find_holder():
         return None
     what = f"the last start ended before its ranks had logs: {launched[-1].text.removeprefix('stopped: ')}"
     return Outcome("failed", what, None, launched[-1].time)

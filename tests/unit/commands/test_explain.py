@@ -249,6 +249,50 @@ def test_a_start_of_launch_that_left_no_logs_hides_no_earlier_one(tmp_path: Path
     assert "read what the ranks have printed" in found.next
 
 
+REFUSED = "stopped: exit code 73: another run has the run directory, after 12 s"
+
+
+def write_launch_log(run: Run, *lines: str, age_s: float = 0.0) -> None:
+    """Add what launch says, a line a millisecond; the last `age_s` ago."""
+    now = datetime.now().astimezone() - timedelta(seconds=age_s)
+    with (run.folder / "logs" / "launch.log").open("a") as file:
+        for number, line in enumerate(lines, 1 - len(lines)):
+            said = (now + timedelta(milliseconds=number)).isoformat(timespec="milliseconds")
+            file.write(f"{said} launch: {line}\n")
+
+
+@pytest.mark.parametrize("launcher", ["launch", "mpirun"])
+def test_a_launch_that_was_refused_says_nothing_of_the_run_that_has_the_directory(
+    tmp_path: Path, launcher: str
+) -> None:
+    run = Run(tmp_path, 2, launcher)
+    time.sleep(0.005)
+    write_launch_log(run, "start 1 of at most 11: 2 rank(s)", REFUSED)
+    leave_lease(tmp_path, age_s=1)
+    assert explain(tmp_path, watch_s=300).state == "running"
+    (tmp_path / "lease.json").unlink()
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    found = explain(tmp_path)
+    assert (found.state, found.rank) == ("disappeared", 1)
+    assert found.launched[-1].endswith(REFUSED)
+    assert ("launch -np 2" in found.next) == (launcher == "launch")
+
+
+@pytest.mark.parametrize("sign", ["lease", "log"])
+def test_a_launch_that_stopped_says_nothing_of_a_run_that_is_there(tmp_path: Path, sign: str) -> None:
+    run = Run(tmp_path, 2, "srun")
+    time.sleep(0.005)
+    why = "stopped: the config, the arguments or the data are bad, after 3 s"
+    write_launch_log(run, "start 1 of at most 11: 2 rank(s)", why)
+    assert explain(tmp_path).state == "failed"
+    time.sleep(0.005)
+    if sign == "lease":
+        leave_lease(tmp_path, age_s=1)
+    else:
+        run.logs[1].write("phase", "train after step 480")
+    assert explain(tmp_path, watch_s=300).state == ("running" if sign == "lease" else "disappeared")
+
+
 def test_ranks_that_launch_started_by_mpirun_are_started_by_launch_again(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "launch.log"
