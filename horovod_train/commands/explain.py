@@ -52,6 +52,9 @@ State = Literal["finished", "stopped", "failed", "crashed", "disappeared", "stal
 WATCH_S = 2 * REFRESH_S
 LAUNCH_LINES = 6
 """How many of the last lines of the command launch are shown: those of about three starts."""
+START_WITHIN_S = 300.0
+"""How long after launch has said something rank 0 begins its log: hosts are asked, TensorFlow is loaded, ranks meet."""
+_PAUSE = re.compile(r"; next start in (\d+) s$")
 _REFUSED = f"stopped: exit code {InUse.exit_code}: "
 """How launch tells that another run has the directory."""
 _WAITED = "; it has been so for "
@@ -163,9 +166,11 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     require_run(run_dir)
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
-    launched = _launched(run_dir)
+    launched = read_launched(run_dir)
+    counted = _not_refused(launched)
     find_holder = functools.cache(lambda: _find_running(run_dir, watch_s))
-    outcome = _without_logs(_not_refused(launched), stories, find_holder) or _judge(stories, summary, find_holder)
+    outcome = _without_logs(counted, stories, find_holder) or _started_again(counted, stories)
+    outcome = outcome or _judge(stories, summary, find_holder)
     if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
         # It may have ended while its files and its lease were looked at, which takes seconds.
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
@@ -190,11 +195,11 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, checkpoint, _not_refused(launched)),
+        next=_next(run_dir, outcome, stories, checkpoint, counted),
     )
 
 
-def _launched(run_dir: Path) -> list[Entry]:
+def read_launched(run_dir: Path) -> list[Entry]:
     """Return what the command launch has said of its starts."""
     try:
         lines = launch_log(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -235,6 +240,31 @@ def _without_logs(
         return None
     what = f"the last start ended before its ranks had logs: {launched[-1].text.removeprefix('stopped: ')}"
     return Outcome("failed", what, None, launched[-1].time)
+
+
+def starts_again(launched: Sequence[Entry], last_start: datetime | None) -> bool:
+    """Return whether launch is starting the ranks: it has said so after the last start in rank 0's log.
+
+    Nothing tells whether launch itself still runs, so what it said counts for as long as the pause that it announces
+    and a start may take.
+    """
+    counted = _not_refused(launched)
+    if not counted or counted[-1].text.startswith(("stopped: ", "done, ")):
+        return False
+    said = datetime.fromisoformat(counted[-1].time)
+    if last_start is not None and said <= last_start:
+        return False
+    pause = _PAUSE.search(counted[-1].text)
+    age = datetime.now().astimezone() - said
+    return age.total_seconds() < START_WITHIN_S + (float(pause[1]) if pause else 0.0)
+
+
+def _started_again(launched: Sequence[Entry], stories: Mapping[int, RankStory]) -> Outcome | None:
+    """Return that launch is starting the ranks, if it is: what the logs tell is of an earlier start."""
+    root = stories.get(0)
+    if not starts_again(launched, datetime.fromisoformat(root.entries[0].time) if root else None):
+        return None
+    return Outcome("running", f"still running: launch starts it{' again' if stories else ''}: {launched[-1].text}")
 
 
 def _last_step_in_metrics(run_dir: Path) -> int | None:
@@ -457,10 +487,10 @@ def _next(
 
 
 def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
-    """Return whether launch has started the last start's ranks: after the start before that."""
+    """Return whether launch has started the last start's ranks, or tried to later: after the start before that."""
     begun = _starts_of(launched)
     starts = [datetime.fromisoformat(story.entries[0].time) for story in read_starts_of_root(run_dir)]
-    return bool(begun and starts) and begun[-1] <= starts[-1] and all(before < begun[-1] for before in starts[:-1])
+    return bool(begun and starts) and all(before < begun[-1] for before in starts[:-1])
 
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from horovod_train.commands.cli import open_screen, require_run
-from horovod_train.commands.explain import explain
+from horovod_train.commands.explain import explain, read_launched, starts_again
 from horovod_train.errors import UserError
 from horovod_train.output.console import plain
 from horovod_train.output.files import lines_in
@@ -48,6 +48,8 @@ GONE_AFTER_S = 10.0
 """A run without a lease, whose logs do not say how it ended, is over if they are this old. A run that fails gives its
 lease up before its ranks write how they ended.
 """
+LAUNCH_SAYS_WITHIN_S = 60.0
+"""For how long after the last line of the ranks' logs launch may wait for ranks to end, before it says what follows."""
 _LAST_STEP = re.compile(r"ends at step (\d+)$")
 _LOG = re.compile(r"rank-(\d+)\.log")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -137,6 +139,8 @@ class Look:
     silent_s: float | None
     """For how long a run on another host has shown no sign of life; None if it has lately, or its process is here."""
     is_over: bool
+    is_starting: bool = False
+    """Whether launch starts the ranks again, of which there is no log yet."""
 
     @property
     def step(self) -> int:
@@ -203,15 +207,20 @@ class Follower:
         self._read_rows()
         size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
         ranks = {rank: now for rank, now in sorted(self._ranks.items()) if rank < size}
-        has_ended = 0 in ranks and ranks[0].ended is not None
+        root = ranks.get(0)
+        has_ended = root is not None and root.ended is not None
+        launched = read_launched(self.run_dir)  # after the logs: ranks that it started since then are no end
+        is_starting = starts_again(launched, root.began if root else None)
+        is_over = has_ended or (silent_s is not None and silent_s > STALE_S)
         self.last = Look(
             run_dir=str(self.run_dir),
             ranks=ranks,
             rows=tuple(self._rows),
             verdicts=dict(self._verdicts),
             last_step=self._last_step,
-            silent_s=None if has_ended else silent_s,
-            is_over=has_ended or (silent_s is not None and silent_s > STALE_S),
+            silent_s=None if has_ended or is_starting else silent_s,
+            is_over=is_over and not is_starting and not (root and self._may_be_started_again(root, launched)),
+            is_starting=is_starting,
         )
         return self.last
 
@@ -253,14 +262,24 @@ class Follower:
         try:
             _, refreshed, runs_here = read_lease(self.run_dir)
         except OSError:
-            last_written = max((path.stat().st_mtime for path in self._logs().values()), default=0.0)
-            return float("inf") if time.time() - last_written > GONE_AFTER_S else None
+            return float("inf") if self._unwritten_s() > GONE_AFTER_S else None
         if runs_here is not None:
             return None if runs_here else float("inf")
         if self._refreshed is None or self._refreshed[0] != refreshed:
             self._refreshed = (refreshed, time.monotonic())
         silent_s = time.monotonic() - self._refreshed[1]
         return silent_s if silent_s > STALE_S / 2 else None
+
+    def _unwritten_s(self) -> float:
+        """Return how long ago a rank has written its log."""
+        return time.time() - max((path.stat().st_mtime for path in self._logs().values()), default=0.0)
+
+    def _may_be_started_again(self, root: RankNow, launched: Sequence[Entry]) -> bool:
+        """Return whether launch, which has started the ranks, has yet to say what follows their end."""
+        if root.about.launcher != "launch" or (root.ended or "").startswith("done"):
+            return False
+        has_said = any(datetime.fromisoformat(entry.time) > root.began for entry in launched)
+        return not has_said and self._unwritten_s() <= LAUNCH_SAYS_WITHIN_S
 
 
 def _after(now: RankNow, entry: Entry) -> RankNow:
@@ -292,6 +311,8 @@ def _title(look: Look) -> str:
     where = f"{root.about.size} rank(s) on {hosts} host(s), launcher {root.about.launcher}"
     if look.is_over:
         return f"{look.run_dir}: over; {where}"
+    if look.is_starting:
+        return f"{look.run_dir}: launch starts it again; before: {where}"
     return (
         f"{look.run_dir}: {where}, for {_clock(max(0.0, (datetime.now().astimezone() - root.began).total_seconds()))}"
     )
@@ -363,7 +384,7 @@ def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
 
 def news(before: Look | None, now: Look) -> Iterator[str]:
     """Yield a line for each thing that has happened between two looks; before: None at the first."""
-    if before is None or (0 in before.ranks, before.is_over) != (0 in now.ranks, now.is_over):
+    if before is None or _stage(before) != _stage(now):
         yield _title(now)
     yield from (_line(row, now) for row in _new_rows(before, now))
     for rank, state in now.ranks.items():
@@ -374,6 +395,10 @@ def news(before: Look | None, now: Look) -> Iterator[str]:
             yield f"rank {rank} ({state.about.host}): {state.ended}"
     if now.silent_s and not (before and before.silent_s):
         yield _silence(now.silent_s)
+
+
+def _stage(look: Look) -> tuple[bool, bool, bool]:
+    return 0 in look.ranks, look.is_starting, look.is_over
 
 
 def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:

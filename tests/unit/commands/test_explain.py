@@ -293,6 +293,37 @@ def test_a_launch_that_stopped_says_nothing_of_a_run_that_is_there(tmp_path: Pat
     assert explain(tmp_path, watch_s=300).state == ("running" if sign == "lease" else "disappeared")
 
 
+def test_a_run_that_launch_starts_again_is_running(tmp_path: Path) -> None:
+    write_launch_log(run := Run(tmp_path, 2, "mpirun"), "start 1 of at most 11: 2 rank(s)", age_s=900)
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    run.end(0, "followed", 1, cause=1)
+    assert explain(tmp_path).state == "disappeared"
+    time.sleep(0.005)
+    again = "start 2 of at most 11: 2 rank(s); newest checkpoint: step 400"
+    write_launch_log(run, "mpirun ended with exit code 1, after 40 s", again)
+    found = explain(tmp_path)
+    assert (found.state, found.what) == ("running", f"still running: launch starts it again: {again}")
+    assert found.next.startswith("wait; ")
+    write_launch_log(run, "stopped: mpirun ended with exit code 1, after 1 s; --max-restarts 1 is used up")
+    found = explain(tmp_path)
+    assert found.state == "failed"
+    assert "horovod_train.main launch -np 2 -- --config" in found.next  # not what launch starts its ranks by
+
+
+def test_what_a_launch_that_was_killed_has_said_ages(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "launch")
+    log = log_file(tmp_path / "logs", 0)
+    log.write_text(re.sub(r"^\S+", "2020-11-26T12:00:00.000+00:00", log.read_text(), flags=re.MULTILINE))
+    late_s = 300 + 30
+    for pause, state in (
+        ("", "disappeared"),
+        ("; next start in 60 s", "running"),
+        ("; next start in 8 s", "disappeared"),
+    ):
+        write_launch_log(run, f"rank 0 was killed by SIGKILL, after 3 s{pause}", age_s=late_s)
+        assert explain(tmp_path).state == state
+
+
 def test_ranks_that_launch_started_by_mpirun_are_started_by_launch_again(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "launch.log"

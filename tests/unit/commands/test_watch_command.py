@@ -23,13 +23,13 @@ from horovod_train.commands.watch import GONE_AFTER_S, Follower, draw, news, spa
 from horovod_train.main import main
 from horovod_train.output.lease import describe_me, open_lease, read_lease
 from horovod_train.output.metrics import TIMES, JsonLines, MetricsFile
-from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
+from horovod_train.output.rank_log import end_file, introduction, make_folder, now, open_rank_log
 
 
 class Run:
     """A run of 60 steps, written as runs write theirs; this process is its root."""
 
-    def __init__(self, folder: Path, np: int = 4) -> None:
+    def __init__(self, folder: Path, np: int = 4, launcher: str = "srun") -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         make_folder(folder)
@@ -38,7 +38,8 @@ class Run:
         self.logs: list[Any] = []
         for rank in range(np):
             host = f"node{rank // 2}"
-            self.logs.append(open_rank_log(folder, rank, host, start_text=introduction(rank, np, "srun", host, "CPU")))
+            said = introduction(rank, np, launcher, host, "CPU")
+            self.logs.append(open_rank_log(folder, rank, host, start_text=said))
         self.logs[0].write("info", "ends at step 60")
 
     def train(self, *steps: int, loss: float = 1.0) -> None:
@@ -176,6 +177,49 @@ def test_a_run_without_lease_and_end_whose_logs_are_old_has_gone(run: Run) -> No
     assert not Follower(run.folder).look().is_over
     for log in (run.folder / "logs").iterdir():
         os.utime(log, (time.time() - GONE_AFTER_S - 1,) * 2)
+    assert Follower(run.folder).look().is_over
+
+
+def launch_says(run: Run, line: str) -> None:
+    time.sleep(0.005)
+    with (run.folder / "logs" / "launch.log").open("a") as file:
+        file.write(f"{now()} launch: {line}\n")
+
+
+@pytest.mark.parametrize("lost", ["root", "another"])
+def test_a_run_whose_ranks_launch_starts_again_is_not_over(tmp_path: Path, lost: str) -> None:
+    run = Run(tmp_path / "run", np=2, launcher="launch")
+    run.train(10)
+    follower = Follower(run.folder)
+    follower.look()
+    if lost == "another":
+        run.logs[0].end("followed", 1, step=10, phase="train", error=None)
+    lose_lease(run)
+    assert not follower.look().is_over  # launch waits for the others to end
+    launch_says(run, "start 1 of at most 11: 2 rank(s)")
+    launch_says(run, "rank 1 was killed by SIGKILL, after 9 s")
+    launch_says(run, "start 2 of at most 11: 2 rank(s)")
+    before = follower.last
+    assert not follower.look().is_over
+    assert f"{run.folder}: launch starts it again; before: 2 rank(s)" in next(iter(news(before, follower.last)))
+    time.sleep(0.005)
+    (run.folder / "lease.json").unlink()
+    again = Run(run.folder, np=2, launcher="launch")
+    look = follower.look()
+    assert (look.is_over, look.is_starting) == (False, False)
+    again.logs[0].end("failed", 2, step=10, phase="train", error="bad record")
+    launch_says(run, "stopped: the config, the arguments or the data are bad, after 1 s")
+    assert follower.look().is_over
+    again.lease.close()
+
+
+def test_a_run_whose_launch_was_killed_is_over(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", np=2, launcher="launch")
+    run.logs[0].end("stopped", 75, step=10, phase="train", error=None)
+    run.lease.close()
+    assert not Follower(run.folder).look().is_over
+    for log in (run.folder / "logs").iterdir():
+        os.utime(log, (time.time() - watch.LAUNCH_SAYS_WITHIN_S - 1,) * 2)
     assert Follower(run.folder).look().is_over
 
 
