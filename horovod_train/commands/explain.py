@@ -44,6 +44,7 @@ from horovod_train.output.rank_log import (
     log_file,
     name_ranks,
     read_line,
+    read_phase,
     read_starts_of_root,
     read_stories,
 )
@@ -307,12 +308,10 @@ def _judge(
         return min(went_wrong, key=lambda outcome: datetime.fromisoformat(outcome.time or ""))
     reason = summary.get("ended", "done")
     is_finished = bool(summary) and summary.get("finished", reason == "done")
-    if summary and not stories and not is_finished:
-        return Outcome("stopped", f"stopped after {summary.get('steps', '?')} steps: {reason}")
-    if (0 in ends and ends[0]["ended"] == "done") or (is_finished and not stories):
-        why = "" if reason == "done" else f" ({reason})"
-        when = ends[0]["time"] if 0 in ends else None
-        return Outcome("finished", f"finished after {summary.get('steps', '?')} steps{why}", None, when)
+    steps = summary.get("steps", "?")
+    finished = Outcome("finished", f"finished after {steps} steps" + ("" if reason == "done" else f" ({reason})"))
+    if 0 in ends and ends[0]["ended"] == "done":
+        return finished._replace(time=ends[0]["time"])
     if 0 in ends:
         why = ends[0].get("error") or reason
         return Outcome("stopped", f"stopped at step {ends[0].get('step')}: {why}", None, ends[0]["time"])
@@ -321,6 +320,9 @@ def _judge(
         return Outcome("running", f"still running: the process of rank {alive[0]} is on this host")
     if holder := find_holder():
         return Outcome("running", f"still running: {holder}")
+    # A run that trains has removed the summary of an earlier end.
+    if summary and (0 not in stories or _has_trained(stories[0])):
+        return finished if is_finished else Outcome("stopped", f"stopped after {steps} steps: {reason}")
     if not stories:
         return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
     last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
@@ -402,6 +404,10 @@ def _crash(story: RankStory) -> str:
     frames = re.findall(r'File "(.+)", line (\d+) in', text[fatal.end() :])
     own = [f"{path}:{line}" for path, line in frames if "site-packages" not in path and "/lib/python" not in path]
     return f"{fatal[1]}, at {own[0]}" if own else fatal[1]
+
+
+def _has_trained(story: RankStory) -> bool:
+    return any(read_phase(entry.text)[0] == "train" for entry in story.find("phase"))
 
 
 def _is_alive(story: RankStory) -> bool:

@@ -205,8 +205,8 @@ class Follower:
         for rank, path in self._logs().items():
             self._read_log(rank, path)
         self._read_rows()
-        size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
-        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if rank < size}
+        newest = _newest(self._ranks)
+        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if newest and rank < newest.about.size}
         root = ranks.get(0)
         has_ended = root is not None and root.ended is not None
         launched = read_launched(self.run_dir)  # after the logs: ranks that it started since then are no end
@@ -282,6 +282,11 @@ class Follower:
         return not has_said and self._unwritten_s() <= LAUNCH_SAYS_WITHIN_S
 
 
+def _newest(ranks: Mapping[int, RankNow]) -> RankNow | None:
+    """Return a rank of the last start: rank 0, or without its log the one that began last; None without logs."""
+    return ranks.get(0) or max(ranks.values(), key=lambda rank: rank.began, default=None)
+
+
 def _after(now: RankNow, entry: Entry) -> RankNow:
     """Return a rank as it is after an entry of its log."""
     if entry.kind == "phase":
@@ -304,17 +309,17 @@ def draw(look: Look) -> RenderableType:
 
 
 def _title(look: Look) -> str:
-    root = look.ranks.get(0)
-    if root is None:
+    rank = _newest(look.ranks)
+    if rank is None:
         return f"{look.run_dir}: no rank has written its log yet"
-    hosts = len({rank.about.host for rank in look.ranks.values()})
-    where = f"{root.about.size} rank(s) on {hosts} host(s), launcher {root.about.launcher}"
+    hosts = len({each.about.host for each in look.ranks.values()})
+    where = f"{rank.about.size} rank(s) on {hosts} host(s), launcher {rank.about.launcher}"
     if look.is_over:
         return f"{look.run_dir}: over; {where}"
     if look.is_starting:
         return f"{look.run_dir}: launch starts it again; before: {where}"
     return (
-        f"{look.run_dir}: {where}, for {_clock(max(0.0, (datetime.now().astimezone() - root.began).total_seconds()))}"
+        f"{look.run_dir}: {where}, for {_clock(max(0.0, (datetime.now().astimezone() - rank.began).total_seconds()))}"
     )
 
 
@@ -398,7 +403,7 @@ def news(before: Look | None, now: Look) -> Iterator[str]:
 
 
 def _stage(look: Look) -> tuple[bool, bool, bool]:
-    return 0 in look.ranks, look.is_starting, look.is_over
+    return bool(look.ranks), look.is_starting, look.is_over
 
 
 def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:

@@ -206,8 +206,11 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
     """
     last_starts = [_read_starts(path)[-1:] for path in (run_dir / FOLDER).glob("rank-*.log")]
     stories = {story.rank: story for starts in last_starts for story in starts}
-    # An earlier start may have had more ranks.
-    size = stories[0].size if 0 in stories else len(stories)
+    if not stories:
+        return {}
+    # An earlier start may have had more ranks; without rank 0's log the newest one tells.
+    newest = max(stories.values(), key=lambda story: datetime.fromisoformat(story.entries[0].time))
+    size = stories.get(0, newest).size
     return {rank: stories[rank] for rank in sorted(stories) if rank < size}
 
 

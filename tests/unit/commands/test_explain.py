@@ -79,6 +79,38 @@ def test_a_finished_run_needs_nothing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("ended", ["done", "SIGTERM"])
+def test_how_a_run_ended_is_known_without_the_log_of_rank_0(tmp_path: Path, ended: str) -> None:
+    run = Run(tmp_path, 3)
+    summary(run, ended=ended)
+    for rank in range(3):
+        run.end(rank, "done" if ended == "done" else "stopped", 0 if ended == "done" else 75)
+    log_file(tmp_path / "logs", 0).write_text("")
+    found = explain(tmp_path)
+    expected = "finished after 470 steps" if ended == "done" else "stopped after 470 steps: SIGTERM"
+    assert (found.what, found.silent) == (expected, [])
+    assert list(read_stories(tmp_path)) == [1, 2]
+
+
+def test_logs_of_other_ranks_count_without_that_of_rank_0(tmp_path: Path) -> None:
+    Run(tmp_path, 2)
+    log_file(tmp_path / "logs", 0).unlink()
+    found = explain(tmp_path)
+    assert (found.state, found.silent) == ("disappeared", [1])
+    assert "horovodrun --gloo -np 2 " in found.next
+    log_file(tmp_path / "logs", 1).unlink()
+    assert explain(tmp_path).state == "unknown"
+
+
+def test_a_start_that_was_killed_before_it_trained_is_not_the_end_before_it(tmp_path: Path) -> None:
+    """It has not removed the summary of that yet."""
+    summary(Run(tmp_path, 1, "none"))
+    assert explain(tmp_path).state == "finished"  # the disk was full for its log
+    time.sleep(0.002)
+    open_rank_log(tmp_path, 0, "node0", start_text=introduction(0, 1, "none", "node0"))
+    assert explain(tmp_path).state == "disappeared"
+
+
 def test_the_end_of_an_earlier_process_is_not_the_end_of_this_one(tmp_path: Path) -> None:
     """As where a rank starts on a host that cannot remove the file."""
     run = Run(tmp_path, 2)

@@ -150,6 +150,14 @@ def lose_lease(run: Run) -> None:
     (run.folder / "lease.json").write_text(json.dumps(about))
 
 
+def test_ranks_are_shown_without_the_log_of_rank_0(run: Run) -> None:
+    run.train(10)
+    (run.folder / "logs" / "rank-0.log").write_text("")
+    title, *_, ranks = shown(Follower(run.folder))
+    assert title.startswith(f"{run.folder}: 4 rank(s) on 2 host(s), launcher srun")
+    assert ranks == "ranks 1-3 (node0 … node1): train, step 10 or later"
+
+
 def test_a_run_whose_process_has_gone_is_over(run: Run) -> None:
     run.train(10)
     follower = Follower(run.folder)
