@@ -111,6 +111,19 @@ class LastGood:
     step: int
 
 
+class Saved(NamedTuple):
+    """What a run has of its checkpoints. steps: as its summary tells; 0 without one."""
+
+    newest: LastGood | None
+    has_damaged: bool
+    steps: int
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there were checkpoints, and a run could resume from none."""
+        return self.newest is None and (self.has_damaged or self.steps > 0)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """followed: ranks that ended because of another; silent: ranks whose logs do not say how they ended."""
@@ -196,7 +209,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, checkpoint, counted),
+        next=_next(run_dir, outcome, stories, Saved(checkpoint, bool(damaged), _steps_of(summary)), counted),
     )
 
 
@@ -461,12 +474,13 @@ def _next(
     run_dir: Path,
     outcome: Outcome,
     stories: Mapping[int, RankStory],
-    checkpoint: LastGood | None,
+    saved: Saved,
     launched: Sequence[Entry],
 ) -> str:
-    logs = run_dir / FOLDER
+    logs, folder = run_dir / FOLDER, run_dir / CHECKPOINTS
     if outcome.state == "finished":
-        return "nothing to do"
+        lost = f"finished, but none of its checkpoints can be read: restore {folder} from a copy"
+        return lost if saved.is_lost else "nothing to do"
     if outcome.state == "running":
         return f"wait; its progress is in {logs}"
     story = None if outcome.rank is None else stories.get(outcome.rank)
@@ -488,8 +502,21 @@ def _next(
         first += f"remove {stop_file}, which would stop the run again; then "
     if not (run_dir / "config.yaml").exists():
         return f"{first}start it again with the same command"
-    does = "resume with" if checkpoint else "start again with"
-    return f"{first}{does}: {_command(run_dir, list(stories.values()), is_launched=_is_launched(launched, run_dir))}"
+    resume = resume_of(run_dir)
+    words = [] if resume != "never" else ["checkpoint.resume=auto"]
+    does = "resume with" if saved.newest else "start again with"
+    # The run refuses to begin anew over what it has come to, unless it is told from which checkpoint.
+    if saved.is_lost and (saved.has_damaged or resume in ("auto", "never")):
+        words = ["--resume", "never"]
+        anew = f"remove {folder} and start with" if saved.has_damaged else "start with"
+        does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
+    is_launched = _is_launched(launched, run_dir)
+    return f"{first}{does}: {_command(run_dir, list(stories.values()), words, is_launched=is_launched)}"
+
+
+def _steps_of(summary: Mapping[str, Any]) -> int:
+    steps = summary.get("steps")
+    return steps if isinstance(steps, int) else 0
 
 
 def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
@@ -513,15 +540,15 @@ def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     return f"read the traceback in {log}"
 
 
-def _command(run_dir: Path, stories: Sequence[RankStory], *, is_launched: bool = False) -> str:
+def _command(
+    run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str] = (), *, is_launched: bool = False
+) -> str:
     """Return the command that starts the run again as it was started, on each rank if a scheduler has started those.
 
-    is_launched: whether the command launch has started the ranks, by mpirun for example.
+    resume: the words that say from where, if its config does not. is_launched: whether the command launch has started
+    the ranks, by mpirun for example.
     """
-    words = ["--config", str(run_dir / "config.yaml")]
-    if not resumes_by_itself(run_dir):
-        words.append("checkpoint.resume=auto")
-    words += ["--output-dir", str(run_dir)]
+    words = ["--config", str(run_dir / "config.yaml"), *resume, "--output-dir", str(run_dir)]
     main = ["python", "-m", "horovod_train.main"]
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
     is_one_host = len({story.host for story in stories}) < 2
@@ -533,13 +560,13 @@ def _command(run_dir: Path, stories: Sequence[RankStory], *, is_launched: bool =
     return f"{command}, on each of the {size} ranks of {launcher}" if launcher in _STARTS_EACH else command
 
 
-def resumes_by_itself(run_dir: Path) -> bool:
-    """Return whether the run, started again with its own config, resumes from its newest checkpoint."""
+def resume_of(run_dir: Path) -> str:
+    """Return checkpoint.resume of its config; auto, the default, if that cannot be read."""
     try:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        return bool(config["checkpoint"]["resume"] != "never")
+        return str(config["checkpoint"]["resume"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return True
+        return "auto"
 
 
 _STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")

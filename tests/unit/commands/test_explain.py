@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from conftest import run_process
 
-from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, pack, sha256
+from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, find_start, pack, sha256, verify
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
 from horovod_train.distributed.launch.local import launch_command
@@ -67,6 +68,7 @@ def summary(run: Run, **facts: Any) -> None:
 
 def test_a_finished_run_needs_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
+    run.checkpoint(470)
     summary(run)
     run.end(0, "done", 0)
     run.end(1, "done", 0)
@@ -485,6 +487,40 @@ def test_a_damaged_checkpoint_is_not_good(tmp_path: Path) -> None:
         "Expecting ',' delimiter: line 1 column 11 (char 10)",
         "step-000000400: state.index: expected 4 bytes, found 3",
     ]
+
+
+@pytest.mark.parametrize("are_damaged", [False, True])
+def test_a_run_whose_checkpoints_are_lost_is_not_told_to_resume(tmp_path: Path, are_damaged: bool) -> None:
+    """It would refuse that: see layout.find_start."""
+    run = Run(tmp_path, 1, "none")
+    summary(run, ended="SIGTERM", finished=False)
+    run.end(0, "stopped", 75)
+    if are_damaged:
+        run.checkpoint(470, size=4)
+    folder, out = tmp_path / "checkpoints", f"--config {tmp_path}/config.yaml --resume never --output-dir {tmp_path}"
+    anew = f"remove {folder} and start with" if are_damaged else "start with"
+    found = explain(tmp_path)
+    assert found.next == (
+        f"bring {folder} back, whole, from a copy; to begin anew, {anew}: python -m horovod_train.main {out}"
+    )
+    with pytest.raises(UserError):
+        find_start(folder, "auto", verify)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert find_start(folder, "never", verify).checkpoint is None
+    (tmp_path / "config.yaml").write_text("checkpoint: {resume: runs/b}\n")  # from there it may begin
+    assert explain(tmp_path).next.startswith("start again with: ")
+
+
+@pytest.mark.parametrize("are_damaged", [False, True])
+def test_a_finished_run_whose_checkpoints_are_lost_is_told_so(tmp_path: Path, are_damaged: bool) -> None:
+    run = Run(tmp_path, 1, "none")
+    summary(run)
+    run.end(0, "done", 0)
+    if are_damaged:
+        run.checkpoint(470, size=4)
+    found = explain(tmp_path)
+    lost = f"finished, but none of its checkpoints can be read: restore {tmp_path}/checkpoints from a copy"
+    assert (found.state, found.next) == ("finished", lost)
 
 
 def test_a_checkpoint_with_one_other_byte_is_not_good(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_train.commands.cli import Parser, add_config_arguments, config_parts, split_overrides
 from horovod_train.commands.evaluate import FIGURES
-from horovod_train.commands.explain import explain, resumes_by_itself
+from horovod_train.commands.explain import explain, resume_of
 from horovod_train.commands.watch import Follower
 from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec
@@ -105,7 +105,7 @@ def test_what_others_have_put_into_a_run_does_not_hide_it(tmp_path: Path) -> Non
     (tmp_path / "config.yaml").write_bytes(b"\xff")
     assert list(Follower(tmp_path).look().ranks) == [0]
     assert explain(tmp_path).state in ("disappeared", "running")
-    assert resumes_by_itself(tmp_path)
+    assert resume_of(tmp_path) == "auto"
 
 
 def test_a_log_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
