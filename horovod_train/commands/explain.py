@@ -511,6 +511,12 @@ def _next(
         anew = f"remove {folder} and start with" if saved.has_damaged else "start with"
         does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
     is_launched = _is_launched(launched, run_dir)
+    is_slurm = not is_launched and any(story.launcher in _SLURM for story in stories.values())
+    if is_slurm and not saved.is_lost:
+        told = "".join(f" with {word} in it" for word in words)
+        # It has what SLURM was asked for, such as GPUs and nodes, which the logs do not tell.
+        first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "
+        does = f"inside an allocation {does}"
     return f"{first}{does}: {_command(run_dir, list(stories.values()), words, is_launched=is_launched)}"
 
 
@@ -569,6 +575,7 @@ def resume_of(run_dir: Path) -> str:
         return "auto"
 
 
+_SLURM = ("srun", "srun-pmix")
 _STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
 """Launchers that are told what a rank runs by a file or a service, not by a command."""
 

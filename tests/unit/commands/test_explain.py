@@ -254,6 +254,22 @@ def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
     assert "horovod_train.main launch -H node0:2,node1:2 -- --config" in explain(over_hosts.folder).next
 
 
+@pytest.mark.parametrize("launcher", ["srun", "srun-pmix"])
+def test_a_job_of_slurm_is_submitted_again_with_all_that_it_asks_for(tmp_path: Path, launcher: str) -> None:
+    run = Run(tmp_path, 2, launcher)
+    run.checkpoint(470)
+    run.end(0, "stopped", 75)
+    script = "submit its batch script again{} (sbatch), unless SLURM has requeued it already (squeue); "
+    then = f"inside an allocation resume with: srun --mpi={'none' if launcher == 'srun' else 'pmix'} -n 2 python "
+    assert explain(tmp_path).next.startswith(script.format("") + then)
+    (tmp_path / "config.yaml").write_text("checkpoint: {resume: never}\n")
+    assert explain(tmp_path).next.startswith(script.format(" with checkpoint.resume=auto in it") + then)
+    run.logs[1].write("cause", "rank 0 (node0) disappeared: killed or out of memory?")
+    shutil.rmtree(tmp_path / "checkpoints")
+    summary(run)
+    assert "sbatch" not in explain(tmp_path).next  # it would refuse
+
+
 def test_what_launch_said_last_is_shown(tmp_path: Path) -> None:
     Run(tmp_path, 2, "launch")
     lines = [
