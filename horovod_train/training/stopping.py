@@ -310,6 +310,8 @@ class EarlyStopping:
             return reached
         name, evaluations = self.config.metric, int(self.best.evaluations_since)
         if self.config.patience is not None and evaluations >= self.config.patience:
+            if math.isnan(float(self.best.value)):
+                return StopReason(f"early stopping: {name} was no number in any of {evaluations} evaluation(s)")
             best = f"{float(self.best.value):.6g} at step {int(self.best.step)}"
             return StopReason(f"early stopping: {name} has not been better than {best} for {evaluations} evaluations")
         return None

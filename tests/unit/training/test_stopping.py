@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -191,6 +192,15 @@ def test_a_value_that_stays_the_same_is_no_better() -> None:
     ended = [stopping.update(step, {"accuracy": 0.5}) is not None for step in (1, 2, 3)]
     assert ended == [False, False, True]
     assert int(stopping.best.step) == 1
+
+
+def test_a_value_that_is_never_a_number_is_named_as_that() -> None:
+    stopping = EarlyStopping(EarlyStoppingConfig(metric="f1", mode="max", patience=2))
+    assert stopping.update(1, {"f1": math.nan}) is None
+    ended = stopping.update(2, {})
+    assert ended is not None
+    assert ended.text == "early stopping: f1 was no number in any of 2 evaluation(s)"
+    assert stopping.ended() == ended  # also after a restart
 
 
 def test_the_time_of_a_hook_is_kept_for_another() -> None:
