@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 _RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
 _CODE = re.compile(r"code: (.+)")
+_TRAINS = "ends at step "
 _MOST_AUDITED = 50_000_000
 """Bytes of an audit; larger ones take minutes to read."""
 _REMARKED = (*TROUBLE, "warning")
@@ -126,7 +127,7 @@ def read_run(run_dir: Path) -> Run:
     """Raises UserError if no run has written to the directory, or its files cannot be read."""
     explanation = explain(run_dir)
     try:
-        starts = list(_starts(read_starts_of_root(run_dir)))
+        starts = list(_starts(read_starts_of_root(run_dir, _is_read)))
         config = run_dir / "config.yaml"
         settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
         rows = list(_rows(run_dir / "metrics.jsonl", starts))
@@ -161,6 +162,11 @@ def _audit(run_dir: Path) -> str:
     return ("; ".join(wrong) or right) + left_out
 
 
+def _is_read(info: str) -> bool:
+    """Return whether `_starts` reads such a line of a log."""
+    return info.startswith(_TRAINS) or bool(_RESUMED.search(info) or _CODE.match(info))
+
+
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
     first = datetime.fromisoformat(stories[0].entries[0].time) if stories else None
     for story in stories:
@@ -174,7 +180,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             host=story.host,
             launcher=story.launcher,
             from_step=max((int(step[1]) for step in resumed if step), default=0),
-            trained=any(text.startswith("ends at step ") for text in infos),
+            trained=any(text.startswith(_TRAINS) for text in infos),
             begin=times[0],
             end=times[-1],
             phases=tuple(_phases(story, times)),

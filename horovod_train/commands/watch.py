@@ -15,10 +15,12 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import fmean
+from typing import BinaryIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,7 +32,6 @@ from horovod_train.commands.cli import open_screen, require_run
 from horovod_train.commands.explain import explain, read_launched, starts_again
 from horovod_train.errors import UserError
 from horovod_train.output.console import plain
-from horovod_train.output.files import lines_in
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import (
@@ -165,21 +166,30 @@ class _Tail:
     _read_to: int = 0
     _inode: int | None = None
 
-    def new_lines(self) -> tuple[bool, list[str]]:
-        """Return whether the file was replaced since the last call, and its complete new lines."""
+    def new_lines(self) -> tuple[bool, Iterator[str]]:
+        """Return whether the file was replaced since the last call, and its complete new lines.
+
+        The lines are read as they are taken, so that they are not all in memory.
+        """
         try:
-            with self.path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                is_replaced = about.st_ino != self._inode or about.st_size < self._read_to
-                if is_replaced:
-                    self._inode, self._read_to = about.st_ino, 0
-                file.seek(self._read_to)
-                lines, newline, _ = file.read().rpartition(b"\n")
+            file = self.path.open("rb")
+            about = os.fstat(file.fileno())
         except OSError:
             is_replaced, self._inode, self._read_to = self._inode is not None, None, 0
-            return is_replaced, []
-        self._read_to += len(lines) + len(newline)
-        return is_replaced, lines_in(lines + newline)
+            return is_replaced, iter(())
+        is_replaced = about.st_ino != self._inode or about.st_size < self._read_to
+        if is_replaced:
+            self._inode, self._read_to = about.st_ino, 0
+        return is_replaced, self._read(file)
+
+    def _read(self, file: BinaryIO) -> Iterator[str]:
+        with file, suppress(OSError):  # then the rest is read at the next call
+            file.seek(self._read_to)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read_to += len(line)
+                yield line[:-1].decode("utf-8", errors="replace")
 
 
 @dataclass
@@ -229,7 +239,7 @@ class Follower:
         paths = (self.run_dir / FOLDER).glob("rank-*.log")
         return {int(name[1]): path for path in paths if (name := _LOG.fullmatch(path.name))}
 
-    def _new(self, path: Path) -> tuple[bool, list[str]]:
+    def _new(self, path: Path) -> tuple[bool, Iterator[str]]:
         return self._tails.setdefault(path.name, _Tail(path)).new_lines()
 
     def _read_log(self, rank: int, path: Path) -> None:

@@ -315,6 +315,13 @@ def lines_in(content: bytes) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
+def each_line(path: Path) -> Iterator[str]:
+    """Yield the lines of a file as lines_in returns them, without having all of them in memory. Raises OSError."""
+    with path.open("rb") as file:
+        for line in file:
+            yield line.removesuffix(b"\n").decode("utf-8", errors="replace")
+
+
 def is_cut_short(path: Path) -> bool:
     """Return whether the last line of a file lacks its end, as after a power cut. Raises OSError."""
     with path.open("rb") as file:

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
-from horovod_train.output.files import Artifact, Lines, is_cut_short, lines_in, remove, remove_drafts, write_atomically
+from horovod_train.output.files import Artifact, Lines, each_line, is_cut_short, remove, remove_drafts, write_atomically
 from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"
@@ -190,7 +190,7 @@ class Introduction:
 @dataclass(frozen=True)
 class RankStory(Introduction):
     """end: the content of `rank-N.end.json`, see RankLog.end; of its line in the log if only that could be written, as
-    on a full disk; None without either."""
+    on a full disk; None without either. entries: those of the kind info only where they were wanted, and the last."""
 
     entries: tuple[Entry, ...]
     end: Mapping[str, Any] | None
@@ -204,7 +204,9 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
 
     Raises UserError for a log that cannot be read.
     """
-    last_starts = [_read_starts(path)[-1:] for path in (run_dir / FOLDER).glob("rank-*.log")]
+    last_starts = [
+        _read_starts(path, lambda text: False, is_last_only=True) for path in (run_dir / FOLDER).glob("rank-*.log")
+    ]
     stories = {story.rank: story for starts in last_starts for story in starts}
     if not stories:
         return {}
@@ -214,35 +216,38 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
     return {rank: stories[rank] for rank in sorted(stories) if rank < size}
 
 
-def read_starts_of_root(run_dir: Path) -> list[RankStory]:
+def read_starts_of_root(run_dir: Path, is_wanted: Callable[[str], bool] = lambda text: False) -> list[RankStory]:
     """Return the stories of rank 0, one for each start of the run; `end` is known of the last one only.
 
-    Raises UserError for a log that cannot be read.
+    is_wanted: which texts of the kind info they have. Raises UserError for a log that cannot be read.
     """
     path = log_file(run_dir / FOLDER, 0)
-    return _read_starts(path) if path.exists() else []
+    return _read_starts(path, is_wanted) if path.exists() else []
 
 
-def _read_starts(path: Path) -> list[RankStory]:
-    starts: list[list[Entry]] = []
+def _read_starts(path: Path, is_wanted: Callable[[str], bool], *, is_last_only: bool = False) -> list[RankStory]:
+    starts: list[tuple[Introduction, list[Entry]]] = []
+    entries: list[Entry] = []
     try:
-        lines = lines_in(path.read_bytes())
+        for line in each_line(path):
+            entry = read_line(line)
+            if entry is None:
+                if entries:  # continues the line above
+                    entries[-1] = replace(entries[-1], text=f"{entries[-1].text}\n{line}")
+            elif entry.kind == "start":
+                entries = [entry]
+                if about := read_introduction(entry.text):
+                    if is_last_only:
+                        starts.clear()
+                    starts.append((about, entries))
+            elif entries:
+                # Lines of progress are most of a long log. The last entry of a start is kept: it tells when that ended.
+                if entries[-1].kind == "info" and not is_wanted(entries[-1].text):
+                    entries.pop()
+                entries.append(entry)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    for line in lines:
-        entry = read_line(line)
-        if entry and entry.kind == "start":
-            starts.append([])
-        if starts and entry:
-            starts[-1].append(entry)
-        elif starts:  # continues the line above
-            last = starts[-1].pop()
-            starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
-    stories = [
-        RankStory(**vars(about), entries=tuple(entries), end=None)
-        for entries in starts
-        if (about := read_introduction(entries[0].text))
-    ]
+    stories = [RankStory(**vars(about), entries=tuple(entries), end=None) for about, entries in starts]
     if stories:
         stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]) or _end_in_log(stories[-1]))
     return stories

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +25,19 @@ from conftest import run_process
 from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, find_start, pack, sha256, verify
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
+from horovod_train.commands.watch import Follower
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.rank_log import end_file, introduction, log_file, make_folder, open_rank_log, read_stories
+from horovod_train.output.rank_log import (
+    end_file,
+    introduction,
+    log_file,
+    make_folder,
+    open_rank_log,
+    read_starts_of_root,
+    read_stories,
+)
 
 
 class Run:
@@ -559,6 +570,28 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
     again.end(1, "done", 0)
     found = explain(tmp_path)
     assert (found.state, found.followed, found.silent) == ("finished", [], [])
+
+
+@pytest.mark.parametrize("of", ["one start", "many starts"])
+def test_a_long_log_is_not_held_in_memory(tmp_path: Path, of: str) -> None:
+    Run(tmp_path, 1, "none")
+    log = log_file(tmp_path / "logs", 0)
+    start, phase = log.read_text().splitlines(keepends=True)
+    info = phase.replace("phase", f"info {'x' * 150}")
+    log.write_text(start + phase + info * 30_000 if of == "one start" else (start + phase * 50) * 600 + start + info)
+    readers: dict[str, Callable[[Path], object]] = {
+        "explain": read_stories,
+        "watch": lambda run_dir: Follower(run_dir).look(),
+    }
+    if of == "one start":  # a report shows the phases of all starts
+        readers["report"] = read_starts_of_root
+    for name, read in readers.items():
+        tracemalloc.start()
+        read(tmp_path)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < log.stat().st_size / 4, name
+    assert explain(tmp_path).what.endswith(f"last line in the logs: {info[30:].rstrip()}")
 
 
 def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

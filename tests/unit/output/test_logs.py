@@ -209,10 +209,10 @@ def test_no_text_begins_an_entry_of_its_own(end: str, tmp_path: Path) -> None:
     make_folder(tmp_path)
     log = open_rank_log(tmp_path, 0, "here", start_text=introduction(0, 1, "none", "here"))
     log.write("failed", f"bad{end}{FORGED}")
-    log.write("info", f"also{end}")
+    log.write("slow", f"also{end}")
     log.end("failed", 1)
     story = read_stories(tmp_path)[0]
-    assert (story.host, [entry.kind for entry in story.entries]) == ("here", ["start", "failed", "info", "end"])
+    assert (story.host, [entry.kind for entry in story.entries]) == ("here", ["start", "failed", "slow", "end"])
     assert FORGED in story.entries[1].text
     (tmp_path / "metrics.jsonl").touch()
     now = Follower(tmp_path).look().ranks[0]
