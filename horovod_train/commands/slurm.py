@@ -80,6 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_resume(config)
     of_site = merge_site_options(arguments, site_file())
     job = _choose(arguments, output_dir, config.device.per_rank)
+    if job.array and "%a" not in output_dir:
+        raise UserError(
+            f"--array {job.array}: all tasks would be one run, in {output_dir}; each task needs its own: "
+            "--output-dir runs/NAME-%a."
+        )
     config = resolve(config, job.nodes * job.tasks_per_node)
     head = [
         f"{job.nodes * job.tasks_per_node} ranks of horovod_train on {job.nodes} host(s); submit it with sbatch.",

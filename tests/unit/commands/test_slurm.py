@@ -170,6 +170,41 @@ def test_words_and_paths_reach_the_ranks_as_they_are(
 
 
 @pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["--config", "a.yaml", "seed=%a"], True),
+        (["--config", "a.yaml", "seed=%a", "--output-dir", "runs/a"], True),
+        (["--config", "%a.yaml", "--output-dir=runs/a"], True),
+        (["--config", "a.yaml", "--output-dir", "runs/a b=%a"], False),
+        (["--config", "a.yaml", "--output-dir=runs/%a"], False),
+        (["--config", "a.yaml", "output_dir=runs/%a"], False),
+        (["--config", "all.yaml", "%a.yaml"], False),
+        (["--config", "digits_%a"], False),
+    ],
+)
+def test_the_script_refuses_tasks_of_an_array_that_would_be_one_run(
+    tmp_path: Path, words: list[str], is_refused: bool
+) -> None:
+    """sbatch --array=1-5 may be given to any script."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}:$PATH\n")
+    (tmp_path / "srun").write_text("#!/bin/bash\necho trains\n")
+    (tmp_path / "srun").chmod(0o755)
+    given = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
+    given |= {"VENV": str(tmp_path), "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "1"}
+    finished = subprocess.run(
+        ["bash", "-s", "--", *words],
+        input=SHIPPED.read_text(),
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.returncode, finished.stdout) == ((2, "") if is_refused else (0, "trains\n")), finished.stderr
+    assert ("needs a run directory of its own: --output-dir runs/NAME-%a\n" in finished.stderr) == is_refused
+
+
+@pytest.mark.parametrize(
     ("option", "value"),
     [
         ("--partition", "short\necho here"),
@@ -241,6 +276,10 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
         ([*HOUR, "seed=%a"], "%a is the number of a task of a job array; give --array, such as --array 1-5."),
         ([*HOUR, "--array", "all"], "slurm: argument --array: expected numbers of tasks such as 1-5"),
         ([*HOUR, "--array", "1-5", "seed=x%a"], "command line: seed: expected an int; received 'x1'"),
+        (
+            [*HOUR, "--array", "1-5", "seed=%a", "--output-dir", "runs/a"],
+            "--array 1-5: all tasks would be one run, in runs/a; each task needs its own: --output-dir runs/NAME-%a.",
+        ),
         ([*HOUR, "--sbatch", "--array=1-5"], "slurm: argument --sbatch: give --array=1-5 to this command itself"),
         ([*HOUR, "--image", str(CONFIG), "--container", "podman run a"], "--image and --container: both name"),
         ([*HOUR, "--gpus-per-node", "2", "--gres", "gpu:2"], "--gpus-per-node 2 and --gres gpu:2: both ask for GPUs"),
