@@ -178,7 +178,8 @@ def _train(argv: Sequence[str]) -> int:
         arguments = _parser().parse_args(argv)
         if arguments.resume is not None:
             arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
-        if not arguments.print_config:
+        only_prints = arguments.print_config or arguments.print_output_dir
+        if not only_prints:
             launch.check()
             logs.choose_backend()
         is_first_run = not arguments.config
@@ -191,6 +192,9 @@ def _train(argv: Sequence[str]) -> int:
             to_stdout(dump(config, origins).rstrip("\n"))
             return 0
         output_dir = require_output_dir(config)
+        if arguments.print_output_dir:
+            sys.stdout.buffer.write(os.fsencode(output_dir) + b"\n")  # as a script opens it, whatever the locale
+            return 0
         if is_first_run:
             if launch.rank == 0:
                 to_stdout(describe_example(config))
@@ -244,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", metavar="WHAT", help="auto, never or a path; the same as checkpoint.resume=WHAT")
     parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument("--print-config", action="store_true", help="show each value and where it came from, and end")
+    parser.add_argument("--print-output-dir", action="store_true", help="show the run directory, for scripts, and end")
     return parser
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -114,23 +115,51 @@ def test_a_job_is_requeued_where_another_start_helps(
     assert said in finished.stdout
 
 
-def run_job(folder: Path, launch: str, body: str, *, restarts: int = 1) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("name", ["täst", "runs/lr: 1e-3", "123", "x #1", "%a", "@b", "!c", 'it\'s "d"  '])
+def test_a_saved_run_is_found_whatever_its_directory_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("LC_ALL", "C")  # as on many hosts of clusters
+    end = '{"ended": "stopped", "exit_code": 75, "step": 7}'
+    leave = f"mkdir -p checkpoints/step-2 logs; echo '{end}' > logs/rank-0.end.json; exit 1"
+    for launch, folder in (("mpirun", tmp_path / "1"), ("horovodrun", tmp_path / "2")):
+        where = folder / name
+        where.mkdir(parents=True)
+        finished = run_job(folder, launch, f"cd {shlex.quote(str(where))}; {leave}", name=name)
+        assert finished.stdout.startswith("requeued: exit code "), finished.stderr
+        assert finished.returncode == (75 if launch == "horovodrun" else 1)
+
+
+def test_the_run_directory_follows_what_a_container_greets_with(tmp_path: Path) -> None:
+    """Under another's standard input, as a container's without -i."""
+    container = tmp_path / "enter"
+    container.write_text('#!/bin/bash\necho "output_dir: welcome"\nexec "$@" < /dev/null\n')
+    container.chmod(0o755)
+    body = f"mkdir -p '{tmp_path}/a run/checkpoints/step-2'; exit 1"
+    finished = run_job(tmp_path, "mpirun", body, run=[str(container), "python"])
+    assert finished.stdout.startswith("requeued: exit code 1"), finished.stderr
+
+
+def run_job(
+    folder: Path, launch: str, body: str, *, restarts: int = 1, name: str = "a run", run: Sequence[str] = ("python",)
+) -> subprocess.CompletedProcess[str]:
     """The shipped script, whose launcher is a program of the shell. The job is being preempted; its hosts answer."""
     commands = {
         launch: body,
         "srun": "[[ ${!#} == true ]] || echo here",
         "scontrol": f"echo JobState=RUNNING PreemptTime=2026; echo $1 >> {folder}/asked",
     }
-    for name, text in commands.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
+    for command, text in commands.items():
+        (folder / command).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / command).chmod(0o755)
     (folder / "bin").mkdir()
     (folder / "bin" / "activate").write_text(f"PATH={folder}:{Path(sys.executable).parent}:$PATH\n")
     script = SHIPPED.read_text().replace("\nLAUNCH=srun\n", f"\nLAUNCH={launch}\n")
-    given = {"SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
+    script = script.replace("\nRUN=(python)\n", f"\nRUN=({shlex.join(run)})\n")
+    given = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
     given["SLURM_RESTART_COUNT"] = str(restarts)
     finished = subprocess.run(
-        ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", str(folder / "a run")],
+        ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", name],
         input=script,
         env={**os.environ, **given, "VENV": str(folder), "PYTHONPATH": str(PROJECT)},
         capture_output=True,
