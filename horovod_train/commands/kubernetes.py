@@ -50,6 +50,9 @@ MAX_CONFIG_BYTES = 1 << 20
 """The limit of a ConfigMap."""
 _name = like(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "lowercase letters, digits and -, at most 52")
 """A name of Kubernetes, shorter than its 63 characters, because names of pods and a service are made from it."""
+_DNS_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_claim = like(rf"(?=.{{1,253}}$){_DNS_LABEL}(\.{_DNS_LABEL})*", "lowercase letters, digits, - and ., at most 253")
+"""The name of a PersistentVolumeClaim: https://www.rfc-editor.org/rfc/rfc1123, as Kubernetes checks it."""
 _path = like(r"(?a)(/(?!\.\.(/|$))[\w.-]+)+", "a path such as /data")
 
 Manifest = dict[str, Any]
@@ -341,6 +344,6 @@ def _job_name(word: str) -> str:
 def _volume(word: str) -> Volume:
     claim, _, path = word.partition(":")
     try:
-        return Volume(_name(claim), _path(path))
+        return Volume(_claim(claim), _path(path))
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"expected CLAIM:/PATH; received {word!r}: {error}") from error

@@ -99,13 +99,24 @@ def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFix
     assert ignore[0]["onExitCodes"]["values"] == [75]
 
 
+@pytest.mark.parametrize("claim", ["my.claim", "a" * 253, "data-0.team-1.b"])
+def test_a_volume_takes_every_name_that_a_claim_may_have(capsys: pytest.CaptureFixture[str], claim: str) -> None:
+    """Claims may have dots and 253 characters, unlike what pods and services are named after."""
+    volumes = printed(capsys, "--volume", f"{claim}:/data2")[-1]["spec"]["template"]["spec"]["volumes"]
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
+    assert claims == ["claim", claim]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--output-dir", "runs/a", "--volume", "c:/data", "--workdir", "/work"], "output_dir: must lie on a volume"),
         (["--output-dir", "/data/a"], "output_dir: must lie on a volume, or it is lost with its pod; received /data/a"),
         (["--volume", "c:data"], "argument --volume: expected CLAIM:/PATH; received 'c:data'"),
-        (["--volume", "C:/data"], "expected lowercase letters, digits and -"),
+        (["--volume", "C:/data"], "expected lowercase letters, digits, - and ., at most 253; received 'C'"),
+        (["--volume", "a..b:/data"], "expected lowercase letters, digits, - and ., at most 253; received 'a..b'"),
+        (["--volume", "a.-b:/data"], "expected lowercase letters, digits, - and ., at most 253; received 'a.-b'"),
+        (["--volume", f"{'a' * 254}:/data"], "expected lowercase letters, digits, - and ., at most 253; received"),
         (["--name", "a_b"], "argument --name: expected lowercase letters"),
         (["--name", "2024-05-01"], "argument --name: expected a letter first; received '2024-05-01'"),
         (["--memory", "64"], "argument --memory: expected a size such as 64Gi"),
