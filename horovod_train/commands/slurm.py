@@ -50,6 +50,8 @@ IMAGE_ENDING = ".sif"
 LAUNCHES = ("srun", "srun-pmix", "mpirun", "horovodrun")
 GIVE_HERE = {"array", "nodes", "gpus-per-node", "cpus-per-task", "gres", "mem", "time", "partition", "account"}
 """Options of sbatch that are options of this command too."""
+OTHER_GPUS = {"gpus", "gpus-per-task", "gpus-per-socket"}
+"""Options of sbatch that ask for GPUs in a way from which neither ranks nor `--nv` follow."""
 FIXED = {"ntasks", "ntasks-per-node", "tasks-per-node", "export", "signal", "requeue", "no-requeue"}
 """Options of sbatch that the script depends on."""
 
@@ -170,7 +172,8 @@ def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
         f"batch: {batch} records over all ranks, {batch / ranks:g} on each",
         f"start: {job.launch}" + (" (neither ssh nor MPI)" if job.launch == "srun" else ""),
         f"time: {job.time}; asked to save {job.notice_s} s before, then requeued",
-        f"output: {output_dir}; what ranks print: {Path.cwd() / printed}",
+        f"output: {output_dir}; what ranks print: {printed}"
+        + ", in the folder where sbatch is called" * (not os.path.isabs(printed)),
     ]
 
 
@@ -303,6 +306,8 @@ def _sbatch(word: str) -> str:
         raise argparse.ArgumentTypeError(f"expected one option of sbatch, --NAME or --NAME=VALUE; received {word!r}")
     if option[1] in GIVE_HERE:
         raise argparse.ArgumentTypeError(f"give {word} to this command itself, not through --sbatch")
+    if option[1] in OTHER_GPUS:
+        raise argparse.ArgumentTypeError(f"in place of {word}, give --gpus-per-node or --gres to this command")
     if option[1] in FIXED:
         raise argparse.ArgumentTypeError(f"must not set --{option[1]}, because the script depends on its own")
     return word

@@ -268,7 +268,8 @@ def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFi
 
 
 def test_where_sbatch_writes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"what ranks print: {Path.cwd()}/slurm-digits_convnet-JOB.out\n" in printed(capsys, *HOUR)[1]
+    expected = "what ranks print: slurm-digits_convnet-JOB.out, in the folder where sbatch is called\n"
+    assert expected in printed(capsys, *HOUR)[1]
     words = ["--sbatch=--output=/logs/%x.%j", "--sbatch=--job-name=mine"]
     assert "what ranks print: /logs/mine.JOB\n" in printed(capsys, *HOUR, *words)[1]
 
@@ -313,6 +314,12 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
         ([*HOUR, "--image", str(CONFIG), "--container", "podman run a"], "--image and --container: both name"),
         ([*HOUR, "--gpus-per-node", "2", "--gres", "gpu:2"], "--gpus-per-node 2 and --gres gpu:2: both ask for GPUs"),
         ([*HOUR, "--sbatch", "--nodes=3"], "slurm: argument --sbatch: give --nodes=3 to this command itself"),
+        (
+            [*HOUR, "--sbatch", "--gpus-per-task=1", "--image", "train.sif"],
+            "slurm: argument --sbatch: in place of --gpus-per-task=1, give --gpus-per-node or --gres to this command.",
+        ),
+        ([*HOUR, "--sbatch", "--gpus=4"], "slurm: argument --sbatch: in place of --gpus=4, give --gpus-per-node or"),
+        ([*HOUR, "--sbatch=--gpus-per-socket=2"], "slurm: argument --sbatch: in place of --gpus-per-socket=2, give"),
         ([*HOUR, "--sbatch=--tasks-per-node=2"], "slurm: argument --sbatch: must not set --tasks-per-node"),
         ([*HOUR, "--sbatch", "--export=ALL"], "slurm: argument --sbatch: must not set --export, because"),
         (["--time", "01:00:00", "--nodes", "100"], "data.global_batch_size must be at least the number of ranks (100)"),
@@ -434,6 +441,7 @@ def test_the_command_line_wins_over_the_site(capsys: pytest.CaptureFixture[str],
         ("cpus-per-task: 1\ncpus_per_task: 2", ":2: cpus_per_task is given twice."),
         ("[nodes]", ":1: expected `option: value` lines; received ['nodes']."),
         ("sbatch: --export=ALL", ":1: sbatch: must not set --export, because the script depends on its own."),
+        ("sbatch: [--qos=a, --gpus=4]", ":1: sbatch: in place of --gpus=4, give --gpus-per-node or --gres to this"),
         ("nodes: {", ": not valid YAML"),
     ],
 )
