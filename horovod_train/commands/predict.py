@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import glob
 import os
+import re
 
 from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
+from horovod_train.config.settings import Config
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import ReadFailed, UserError
@@ -34,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for word in arguments.data or ():
+        if _is_setting(word):
+            raise UserError(f"--data: {word} is a setting, and no such file exists; give settings before --data.")
     config, checkpoint = choose_run(arguments)
     paths = tuple(arguments.data or config.data.eval)
     if not paths:
@@ -56,3 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.detect().rank == 0:
         to_stdout(f"{arguments.out}: {written} records")
     return 0
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word that argparse took for a path is section.key=value: --data takes all words after it."""
+    section = re.match(r"(\w+)(\.\w+)*=", word)
+    sections = {field.name for field in dataclasses.fields(Config)}
+    return bool(section and section[1] in sections and not os.path.exists(word) and not glob.glob(word))

@@ -107,3 +107,20 @@ def test_parts_that_do_not_fit_are_one_fault(name: str, folder: Path, capsys: py
 def test_names_that_are_close_are_proposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--config", "confg.yaml"])
     assert "Did you mean config.yaml?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["data.on_bad_record=skip", "seed=3", "model.options.width=2"])
+def test_a_setting_after_the_paths_to_predict_is_told_from_them(
+    folder: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    command = ["predict", "--config", "config.yaml", "--out", "a.npz", "--data", "data/digits/eval", word]
+    assert main(command) == 2
+    expected = f"error: --data: {word} is a setting, and no such file exists; give settings before --data.\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("word", ["seed=3", "seed=*", "lr=0.1/nowhere"])
+def test_a_path_with_a_sign_of_equality_stays_one(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
+    (folder / "seed=3").mkdir()
+    assert main(["predict", "--config", "config.yaml", "--out", "a.npz", "--data", word]) == 2
+    assert "is a setting" not in capsys.readouterr().err
