@@ -58,9 +58,10 @@ def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.Process
 
     Those may be in other graphs, such as a branch of tf.cond, or in the same one, as a function that is called twice or
     the body of a loop. TensorFlow would run them at the same time, but keeps writes to one variable in order.
-    values, and what is returned: any structure of tensors. Inside `exchange` nothing waits for each other.
+    values, and what is returned: any structure of tensors. Inside `exchange` nothing waits for each other. In the
+    gradient of a tf.while_loop nothing can be written, and its passes come in turn by themselves.
     """
-    if tf.executing_eagerly() or is_alone(ranks):
+    if tf.executing_eagerly() or is_alone(ranks) or _is_gradient_of_a_loop(tf.compat.v1.get_default_graph()):
         return exchange(values)
     if name not in _turns:
         _turns[name] = make_outside_graphs(_make_turn)
@@ -141,11 +142,20 @@ def mean_with_fractions(collective: Collective) -> Collective:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if given["op"] == hvd.Average or (given["op"] is None and given["average"] is not False):
+        if given["op"] == hvd.Average or (given["op"] is None and given.get("average") is not False):
             given[first] = tf.nest.map_structure(as_fractions, given[first])
         return collective(**given)
 
     return call  # type: ignore[return-value]
+
+
+def _is_gradient_of_a_loop(graph: Any) -> bool:
+    # TensorFlow has no public way to ask. Without this private name, it refuses the write with an error of its own.
+    while graph is not None:
+        if type(graph).__name__ == "_WhileBodyGradFuncGraph":
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def _is_compiled_by_xla(graph: Any) -> bool:

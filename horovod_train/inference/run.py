@@ -396,7 +396,7 @@ def write_model(
     try:
         if is_keras:
             model.save(path)
-            serve = keras.saving.load_model(path, compile=False)
+            serve = partial(keras.saving.load_model(path, compile=False), training=False)
         else:
             model.export(path, format="tf_saved_model", verbose=False, input_signature=signature)
             loaded = tf.saved_model.load(str(path))  # keep the reference: it owns the variables that `serve` uses

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step_name
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
+from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config
 from horovod_train.data import source
@@ -170,14 +172,14 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
 
 
 def check_held_out(config: Config, train: BatchSource, checkpoint: Checkpoint) -> None:
-    """Raise UserError if another part of the checkpoint's files is held out, on which its run has trained; warn if it
-    is a part of changed files, because records are held out by their numbers.
+    """Raise UserError if another part of the checkpoint's data is held out, on which its run has trained; warn if it is
+    a part of changed files, because records are held out by their numbers.
 
-    Of other files nothing is known.
+    Of data that lie elsewhere nothing is known.
     """
     facts, data = checkpoint.facts, config.data
-    now, then = ({name for name, _ in source.unpack(files) or ()} for files in (train.files, facts.data_files))
-    is_known = now & then or list(facts.setting("data.train")) == list(data.train)
+    then = [entry["path"] if isinstance(entry, Mapping) else entry for entry in facts.setting("data.train")]
+    is_known = {*map(_place, data.paths("train"))} & {*map(_place, then)} or list(then) == list(data.train)
     for key, value in (("fold", data.fold), ("eval_fraction", data.eval_fraction)):
         before = facts.setting(f"data.{key}")
         if value is None or not is_known:
@@ -193,6 +195,10 @@ def check_held_out(config: Config, train: BatchSource, checkpoint: Checkpoint) -
                 f"data.{key}: data.train now {changed}, so other records are held out than before: evaluations are "
                 "also on some that this run has trained on, and look better than they are"
             )
+
+
+def _place(path: str) -> str:
+    return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
 
 
 def check_position(config: Config, train: BatchSource, checkpoint: Checkpoint) -> None:

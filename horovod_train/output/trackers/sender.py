@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from horovod_train.config.registry import raised_at
 from horovod_train.errors import UserError, one_line
-from horovod_train.output.files import Artifact, begins, json_text, must_be_writable, write_atomically
+from horovod_train.output.files import Artifact, begins, json_text, must_be_writable, read_json, write_atomically
 from horovod_train.output.logs import ANY_RANK
 
 MOST_ROWS = 10_000
@@ -87,14 +87,16 @@ class Record:
     def load(self) -> None:
         """Read what an earlier start has written, if anything; in a copy of a run directory nothing. Raises UserError.
 
-        A directory that was moved is no copy: what it was called is not there any more.
+        A directory that was moved is no copy: there is none of this run any more where it was.
         """
         if not self._path.exists():
             return
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             first = content.get("directory", "")
-            if os.path.isdir(first) and not os.path.samefile(first, self._run_dir):
+            of_first = read_json(Path(first) / "trackers" / self._path.name) if first else {}
+            is_there = of_first.get("run_id") == content["run_id"]
+            if is_there and not os.path.samefile(first, self._run_dir):
                 log.warning(
                     f"log.trackers: {self._name}: {self._run_dir} is a copy of {first}, to which run "
                     f"{content['run_id']} belongs; a new run begins"

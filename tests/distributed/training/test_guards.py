@@ -76,7 +76,7 @@ def test_without_the_looks_at_gradients_and_weights_a_nan_spoils_the_weights_and
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 0, what: nan}}"
     short = ["train.max_steps=12", "eval.every_epochs=null", model]
     looks = [
-        "optimizers.are_finite = step.variables_are_finite = lambda values: tf.constant(True)",
+        "optimizers.are_finite = optimizers.seem_finite = step.variables_are_finite = lambda values: tf.constant(True)",
         "state.TrainState.check_finite = lambda *_: None",
     ]
     finished = unguarded("; ".join(looks), "none", 1, tmp_path, *words, *short)

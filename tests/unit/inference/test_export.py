@@ -119,6 +119,14 @@ class Unsaid(keras.layers.Layer):
         return x * self.gain
 
 
+def test_a_model_that_changes_images_at_random_in_training_is_exported(tmp_path: Path) -> None:
+    """Keras' layers for that do so in each call, unless told that it is none of training."""
+    image = keras.Input((8, 8, 1))
+    x = keras.layers.Flatten()(keras.layers.RandomTranslation(0.9, 0.9)(image))
+    write_model(keras.Model(image, keras.layers.Dense(3)(x)), tmp_path / "a.keras")
+    assert (tmp_path / "a.keras").exists()
+
+
 def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     layer = Forgetful()
     layer.gain = 3.0

@@ -68,7 +68,7 @@ def started(tracker: Any, run_dir: Path, step: int = 0, anew: bool = False, **op
 
 
 def test_a_copy_of_a_run_directory_begins_a_run_of_its_own(tmp_path: Path, said: list[str]) -> None:
-    """A directory that was moved continues its run; of a copy both would log into one."""
+    """A directory that was moved continues its run, also if another has its name now; a copy would log into it too."""
     (tmp_path / "run").mkdir()
     first, link = Kept(), tmp_path / "link"
     started(first, tmp_path / "run").finish("done", [])
@@ -78,6 +78,8 @@ def test_a_copy_of_a_run_directory_begins_a_run_of_its_own(tmp_path: Path, said:
             shutil.copytree(tmp_path / "run", tmp_path / "copy")
         if directory == "moved":
             (tmp_path / "run").rename(tmp_path / "moved")
+            (tmp_path / "run" / "trackers").mkdir(parents=True)
+            (tmp_path / "run" / "trackers" / "kept.json").write_text('{"run_id": "another", "logged": {}}')
         tracker = Kept()
         started(tracker, tmp_path / directory, step=9).finish("done", [])
         assert tracker.started == [expected], directory

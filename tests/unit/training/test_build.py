@@ -23,7 +23,7 @@ from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.data.pipeline import Pipeline
-from horovod_train.distributed import sync_batch_norm
+from horovod_train.distributed import allreduce, sync_batch_norm
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import horovod_alone
 from horovod_train.errors import UserError
@@ -580,6 +580,32 @@ def test_adasum_with_a_rank_without_records_is_the_gradient_of_the_others(
         np.testing.assert_allclose(shown[f"gradients/{weight.path}"], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_a_synchronised_layer_may_be_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the cell of a recurrent layer, whose gradient is a loop of its own."""
+    monkeypatch.setattr(sync_batch_norm, "sum_over_ranks", lambda value, name, **_: value)
+    monkeypatch.setattr(allreduce, "is_alone", lambda ranks: False)
+    norm, x = layers.BatchNormalization(), tf.Variable(np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32))
+    model = keras.Sequential([keras.Input((3,)), norm])
+    sync_batch_norm.synchronise_batch_norm(model)
+
+    @tf.function
+    def gradient(in_loop: bool) -> Any:
+        with tf.GradientTape() as tape:
+            value: Any = x.value()
+            if in_loop:
+                value = tf.while_loop(
+                    lambda step, _: step < 3, lambda step, y: (step + 1, tf.sin(model(y, training=True))), [0, value]
+                )[1]
+            else:
+                for _ in range(3):
+                    value = tf.sin(model(value, training=True))
+            loss = tf.reduce_sum(value**3)
+        return tape.gradient(loss, [x, norm.gamma.value])
+
+    for ours, plain in zip(gradient(True), gradient(False), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_synchronised_averages_are_of_the_rows_of_all_ranks_in_each_pass(
     batches: Pipeline, monkeypatch: pytest.MonkeyPatch, others: int
@@ -599,6 +625,7 @@ def test_synchronised_averages_are_of_the_rows_of_all_ranks_in_each_pass(
 
     monkeypatch.setattr(training_build, "GradientExchange", lambda **_: OfOneRank())
     monkeypatch.setattr(sync_batch_norm, "sum_over_ranks", over_ranks)
+    monkeypatch.setattr(allreduce, "is_alone", lambda ranks: False)
     monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: over_ranks(value, name))
     sync_batch_norm.synchronise_batch_norm(model)
     step = train(batches, model, data={"on_bad_record": "skip"}, train={"accumulate_steps": 2})
