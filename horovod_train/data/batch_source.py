@@ -396,8 +396,13 @@ class Feed:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, even in the middle of an item. Safe to call at any time."""
-        self.queue.close(cancel_pending_enqueues=True)
+        """End the thread, even in the middle of an item. Safe to call at any time.
+
+        Also when Python frees a dataset while a function is traced: as a part of that graph the call would wait for
+        ever for a lock that the trace holds.
+        """
+        with tf.init_scope():
+            self.queue.close(cancel_pending_enqueues=True)
 
     def _run(self) -> None:
         with contextlib.suppress(tf.errors.CancelledError):  # stopped

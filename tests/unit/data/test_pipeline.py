@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import gc
 import itertools
 import json
 import subprocess
@@ -30,7 +31,7 @@ from made_records import (
 from PIL import Image
 
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.batch_source import StepSize
+from horovod_train.data.batch_source import Feed, StepSize
 from horovod_train.data.dataset import open_records
 from horovod_train.data.schema import parse_feature
 from horovod_train.data.transforms import cast_and_scale
@@ -480,6 +481,24 @@ def test_features_of_all_kinds_become_tensors(tmp_path: Path) -> None:
     assert found["v"].tolist() == [[0, -1, -1, -1, -1], [0, 1, -1, -1, -1], [0, 1, 2, -1, -1], [0, 1, 2, 3, -1]]
     assert found["w"].tolist()[1] == [b"a", b"a", b"", b"", b""]
     assert (found["x"].dtype, found["x"].tolist()) == (np.float16, [[1, -1], [2, -2], [3, -3], [4, -4]])
+
+
+def test_a_dataset_may_be_freed_while_a_function_is_traced() -> None:
+    """Python frees what is in cycles at any time, also while TensorFlow holds the lock of the graph."""
+    feed = Feed(iter([]), [tf.TensorSpec([], tf.int64)], lambda failure: None)
+    data = [feed.dataset(-1)]
+
+    @tf.function
+    def traced() -> tf.Tensor:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        data.clear()
+        gc.collect()
+        assert len(graph.get_operations()) == before
+        return tf.constant(0)
+
+    traced()
+    assert feed.queue.is_closed()
 
 
 def test_a_process_ends_while_its_pipeline_still_has_more(images: Path) -> None:
