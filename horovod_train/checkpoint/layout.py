@@ -41,9 +41,6 @@ sought anew, because the value came to mean something else."""
 STEP_NAME = r"step-\d{9,}"
 """Pattern of the names of checkpoints."""
 
-SUMMARY = "summary.json"
-"""File of a run directory, there while the run is at its end: after the last step, or where it was stopped."""
-
 FORMAT = 1
 MANIFEST = "manifest.json"
 PREFIX = "state"
@@ -464,7 +461,7 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         return ResumePoint(start, {})
     if checkpoint is None and damaged:
         _raise_all_damaged(folder, resume, damaged)
-    if checkpoint is None and (steps := _steps_of_a_run_that_ended(folder.parent)):
+    if checkpoint is None and (steps := steps_told(read_json(folder.parent / "summary.json"))):
         raise UserError(
             f"output_dir: {folder.parent} has the metrics of a run that came to step {steps}, but not its checkpoints, "
             f"and beginning there anew would remove them. Bring {folder} back, choose another --output-dir, or say so: "
@@ -473,9 +470,9 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     return ResumePoint(checkpoint, damaged)
 
 
-def _steps_of_a_run_that_ended(run_dir: Path) -> int:
-    """Return the steps that the summary of a run tells, which is written after its last checkpoint; 0 without one."""
-    steps = read_json(run_dir / SUMMARY).get("steps")
+def steps_told(summary: Mapping[str, Any]) -> int:
+    """Return the steps that summary.json tells, which is written after the last checkpoint; 0 without one."""
+    steps = summary.get("steps")
     return steps if isinstance(steps, int) else 0
 
 

@@ -209,7 +209,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, Saved(checkpoint, bool(damaged), _steps_of(summary)), counted),
+        next=_next(run_dir, outcome, stories, Saved(checkpoint, bool(damaged), layout.steps_told(summary)), counted),
     )
 
 
@@ -518,11 +518,6 @@ def _next(
         first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "
         does = f"inside an allocation {does}"
     return f"{first}{does}: {_command(run_dir, list(stories.values()), words, is_launched=is_launched)}"
-
-
-def _steps_of(summary: Mapping[str, Any]) -> int:
-    steps = summary.get("steps")
-    return steps if isinstance(steps, int) else 0
 
 
 def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:

@@ -58,8 +58,8 @@ def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.Process
 
     Those may be in other graphs, such as a branch of tf.cond, or in the same one, as a function that is called twice or
     the body of a loop. TensorFlow would run them at the same time, but keeps writes to one variable in order.
-    values, and what is returned: any structure of tensors. Inside `exchange` nothing waits for each other. In the
-    gradient of a tf.while_loop nothing can be written, and its passes come in turn by themselves.
+    values, and what is returned: any structure of tensors. The exchanges of one call wait for none of each other. In
+    the gradient of a tf.while_loop nothing can be written, and its passes come in turn by themselves.
     """
     if tf.executing_eagerly() or is_alone(ranks) or _is_gradient_of_a_loop(tf.compat.v1.get_default_graph()):
         return exchange(values)

@@ -2,8 +2,7 @@
 
 The names, arguments and meanings are Horovod's; docs/migrate.md says what differs. Collectives on tensors are
 Horovod's, with names that are the same on all ranks inside a step of the trainer, and means of integers that keep
-their fractions. Everything that uses Keras is
-implemented here. All ranks must make the same calls in the same order.
+their fractions. Everything that uses Keras is implemented here. All ranks must make the same calls in the same order.
 """
 
 # isort: skip_file

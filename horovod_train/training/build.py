@@ -257,12 +257,7 @@ def build_training(
     shares: one for training and evaluation, because the model's losses follow one.
     """
     model, where = compiled.model, _where(config, "train")
-    norms = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    if config.train.sync_batch_norm and not any(layer.trainable for layer in norms):
-        raise UserError(
-            "train.sync_batch_norm: has no effect, because all BatchNormalization layers are frozen, and normalise by "
-            "their moving statistics. Leave it out."
-        )
+    _check_norms_are_trained(config, model)
     optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
     if not compiled.own:
@@ -279,12 +274,7 @@ def build_training(
     _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
-    if config.train.synchronization == "local" and (sums := forward_state.of_kind("sum")):
-        path = next(weight.path for weight in changed if as_tf_variable(weight) is sums[0])
-        raise UserError(
-            f"train.synchronization: local averages weights now and then, and cannot add up what ranks have added to "
-            f"{path}, whose aggregation is sum. Leave that out, or write synchronization: every_step."
-        )
+    _check_sums_are_exchanged(config, changed, forward_state)
     needs_divisors = bool(_losses(model)) and (config.jit_compile or config.train.accumulate_steps > 1)
     sent = config.horovod
     exchange = GradientExchange(
@@ -546,6 +536,25 @@ def add_l2(model: keras.Model, l2: float) -> list[_Sum]:
             variable.regularizer = _Sum(variable.regularizer, keras.regularizers.L2(l2 / 2))
             penalties.append(variable.regularizer)
     return penalties
+
+
+def _check_norms_are_trained(config: Config, model: keras.Model) -> None:
+    norms = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    if config.train.sync_batch_norm and not any(layer.trainable for layer in norms):
+        raise UserError(
+            "train.sync_batch_norm: has no effect, because all BatchNormalization layers are frozen, and normalise by "
+            "their moving statistics. Leave it out."
+        )
+
+
+def _check_sums_are_exchanged(config: Config, changed: Sequence[keras.Variable], forward_state: ForwardState) -> None:
+    """Raise UserError for a weight to which ranks add in each pass, if they do not exchange in each step."""
+    if config.train.synchronization == "local" and (sums := forward_state.of_kind("sum")):
+        path = next(weight.path for weight in changed if as_tf_variable(weight) is sums[0])
+        raise UserError(
+            f"train.synchronization: local averages weights now and then, and cannot add up what ranks have added to "
+            f"{path}, whose aggregation is sum. Leave that out, or write synchronization: every_step."
+        )
 
 
 def _check_l2_is_read(config: Config, penalties: Sequence[_Sum], compiled: Compiled) -> None:

@@ -42,17 +42,8 @@ _MEANING = (
 )
 """Settings on which all values of an evaluation depend; of the records their digest is compared."""
 _OF_THE_STATE = (
-    *(
-        "precision",
-        "model.name",
-        "model.options",
-        "model.lora",
-        "model.freeze",
-        "model.unfreeze",
-        "optimizer",
-        "lr_schedule",
-        "loss",
-    ),
+    *("model.name", "model.options", "model.lora", "model.freeze", "model.unfreeze"),
+    *("precision", "optimizer", "lr_schedule", "loss"),
     *("train.synchronization", "train.ema_decay", "data.features", "data.inputs", "data.preprocess", "data.parse"),
 )
 """Settings on which it depends which variables there are, and their shapes."""
@@ -172,10 +163,10 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
 
 
 def check_held_out(config: Config, train: BatchSource, checkpoint: Checkpoint) -> None:
-    """Raise UserError if another part of the checkpoint's data is held out, on which its run has trained; warn if it is
-    a part of changed files, because records are held out by their numbers.
+    """Raise UserError if another part of the checkpoint's data is held out, on which its run has trained.
 
-    Of data that lie elsewhere nothing is known.
+    Warn if it is a part of changed files, because records are held out by their numbers. Of data that lie elsewhere
+    nothing is known.
     """
     facts, data = checkpoint.facts, config.data
     then = [entry["path"] if isinstance(entry, Mapping) else entry for entry in facts.setting("data.train")]

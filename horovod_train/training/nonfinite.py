@@ -172,7 +172,7 @@ def gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def seem_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return whether the sum of all numbers is finite, which reads each once: for each step.
+    """Return whether the sum of all numbers is finite, which takes one reading, and so is done in each step.
 
     It is not if one of them is NaN or infinite; nor if float32 cannot hold the sum, past 3.4e38.
     """
