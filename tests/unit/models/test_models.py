@@ -24,7 +24,7 @@ from horovod_train.models import (
     resnet,
     transformer,
 )
-from horovod_train.training.build import check_precision
+from horovod_train.training.refusals import check_precision
 
 TOKENS = np.array([[5, 3, 9, 0, 0, 0], [7, 0, 0, 0, 0, 0]])
 

@@ -29,9 +29,10 @@ from horovod_train.distributed.start import horovod_alone
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training import build as training_build
-from horovod_train.training.build import build_evaluation, build_training, list_warnings
+from horovod_train.training.build import build_evaluation, build_training
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.nonfinite import nonfinite_names
+from horovod_train.training.refusals import list_warnings
 from horovod_train.training.steps import figures
 from horovod_train.training.steps.histograms import Summaries
 from horovod_train.training.steps.optimizers import optimizers_in
