@@ -278,13 +278,13 @@ def build_training(
         group,
         model,
         functools.partial(exchange.combine_each, name="settled.gradient"),
-        optimizers.variables,
-        [*optimizers.learning_rates.values()],
-        forward_state.of_kind("mean"),
-        forward_state.of_kind("first"),
+        slots=optimizers.variables,
+        rates=[*optimizers.learning_rates.values()],
+        forward_state=forward_state.of_kind("mean"),
+        of_root=forward_state.of_kind("first"),
         # Slots of an optimizer are among its variables.
-        [] if averages.are_of_optimizer else list(averages.variables.values()),
-        sent.sparse_as_dense,
+        averages=[] if averages.are_of_optimizer else list(averages.variables.values()),
+        sparse_as_dense=sent.sparse_as_dense,
     )
     synchronization = STRATEGIES[config.train.synchronization](parts)
     knows_loss = tried.calls_compute_loss
