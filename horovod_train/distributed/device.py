@@ -102,13 +102,31 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     tf.config.set_soft_device_placement(config.soft_placement)
     tf.debugging.set_log_device_placement(config.log_placement)
     summary = f"{_count(len(gpus), 'GPU')}; {_count(host_cores, 'core')} for {_count(local_size, 'rank')} of this host"
-    names = _names("GPU" if rank_gpus else "CPU", config.per_rank)
     if not rank_gpus:
         parts = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
-        return Device(f"CPU{parts}, {_count(config.intra_op_threads or threads, 'thread')}", summary, (), names)
+        name = f"CPU{parts}, {_count(config.intra_op_threads or threads, 'thread')}"
+        return Device(name, summary, (), _names("CPU", config.per_rank))
+    return _device_of_gpus(rank_gpus, gpus, local_rank, summary)
+
+
+def in_use(local_rank: int) -> Device:
+    """Return the devices that TensorFlow uses in this process, also where a script has chosen them and not `pin`."""
+    rank_gpus = tf.config.get_visible_devices("GPU")
+    if not rank_gpus:
+        return Device("CPU", "", (), _names("CPU", 1))
+    return _device_of_gpus(rank_gpus, tf.config.list_physical_devices("GPU"), local_rank, "")
+
+
+def _device_of_gpus(
+    rank_gpus: Sequence[tf.config.PhysicalDevice],
+    gpus: Sequence[tf.config.PhysicalDevice],
+    local_rank: int,
+    host_summary: str,
+) -> Device:
+    """Return the Device of a rank's GPUs. gpus: all that its process sees."""
     indices = [gpus.index(gpu) for gpu in rank_gpus]
     gpu_keys = host_keys(indices, len(gpus), local_rank, visible_gpus() or (), list_gpus())
-    return Device(f"GPU {', '.join(map(str, indices))}", summary, gpu_keys, names)
+    return Device(f"GPU {', '.join(map(str, indices))}", host_summary, gpu_keys, _names("GPU", len(indices)))
 
 
 def _count(number: int, noun: str) -> str:

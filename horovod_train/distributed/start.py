@@ -199,7 +199,7 @@ def check_devices(group: WorkerGroup) -> None:
                 raise UserError(
                     f"ranks {holder} and {rank} on {host} would both use GPU {key}; expected one GPU for "
                     "each rank. Have each task see all GPUs of its host (srun --gpus-per-node=N --gpu-bind=none), "
-                    "or start fewer ranks there."
+                    "start fewer ranks there, or have the script that chooses its GPUs take number hvd.local_rank()."
                 )
 
 

@@ -20,7 +20,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.device import Device, chosen_before
+from horovod_train.distributed.device import chosen_before, in_use
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.launch import launcher
@@ -38,8 +38,6 @@ STEPS_BEFORE_STOP = 2
 
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=1800, first_step_after_s=1800)
 """A script may do anything between two steps, such as a long evaluation on root alone, so the limit is a long one."""
-
-_UNPINNED = Device("as the script chose", "", (), ())
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +92,10 @@ def init(
     agreement.switch(agreement.Guards(check_weights, files_on_root_only, end_epochs_together))
     environment = _stall_environment(limits) if watch_ranks and not is_elastic else None
     _started = start_process(environment=environment, process_sets=process_sets)
-    device = _pin(_started) if pin_device else _UNPINNED
+    if pin_device:
+        _pin(_started)
     if watch_ranks and limits.enabled:
-        _watch = _Watch(_started, device, limits)
+        _watch = _Watch(_started, limits)
 
 
 def shutdown() -> None:
@@ -178,15 +177,14 @@ def _stall_environment(limits: WatchConfig) -> dict[str, str]:
     return environment
 
 
-def _pin(started: StartedProcess) -> Device:
+def _pin(started: StartedProcess) -> None:
     """Pin this process to its device, unless the script has chosen one or has started TensorFlow already."""
     if len(tf.config.get_visible_devices("GPU")) < len(tf.config.list_physical_devices("GPU")):
-        return _UNPINNED
+        return
     try:
-        return started.pin(chosen_before())
+        started.pin(chosen_before())
     except RuntimeError as error:  # TensorFlow has started, and keeps what it has
         log.warning(f"hvd.init could not pin this process to a device: {error}. Call it before the first operation.")
-        return _UNPINNED
     except UserError:
         started.rendezvous.close()
         raise
@@ -195,8 +193,8 @@ def _pin(started: StartedProcess) -> Device:
 class _Watch:
     """The watch of this process; begins at most once."""
 
-    def __init__(self, started: StartedProcess, device: Device, limits: WatchConfig) -> None:
-        self._started, self._device, self._limits = started, device, limits
+    def __init__(self, started: StartedProcess, limits: WatchConfig) -> None:
+        self._started, self._limits = started, limits
         self.group: WorkerGroup | None = None
         self.run_end: RunEnd | None = None
         self._exit_code: int | None = None
@@ -212,7 +210,7 @@ class _Watch:
             return
         try:
             with self._started.rendezvous:
-                self.group = group = form_group(self._started, self._device)
+                self.group = group = form_group(self._started, in_use(hvd.local_rank()))
         except Exception as error:
             if not is_connection_loss(error):
                 raise
