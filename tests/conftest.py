@@ -333,6 +333,17 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def driver_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that lists four GPUs, GPU-a to GPU-d, of which the last has a slice, MIG-d0."""
+    gpus = "\n".join(f"{number}, GPU-{letter}" for number, letter in enumerate("abcd"))
+    slices = "GPU 3: NVIDIA A100-SXM4-40GB (UUID: GPU-d)\n  MIG 7g.40gb     Device  0: (UUID: MIG-d0)"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncase $1 in -L) echo '{slices}' ;; *) echo '{gpus}' ;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 kB; the test fills it."""
     if os.geteuid() != 0 or shutil.which("mount") is None:

@@ -23,7 +23,7 @@ from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency
-from horovod_train.distributed.device import TO_SEE_GPUS
+from horovod_train.distributed.device import TO_NAME_GPUS, TO_SEE_GPUS
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import (
     Speed,
@@ -34,7 +34,7 @@ from horovod_train.distributed.horovod_info import (
     mpi_place,
     scheduler_tasks,
 )
-from horovod_train.distributed.launch.local import driver_gpus, list_gpus
+from horovod_train.distributed.launch.local import driver_gpus, list_gpus, naming_problem
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
@@ -156,9 +156,14 @@ def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     visible = len(tf.config.list_physical_devices("GPU"))
-    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus())))
+    problem = "" if visible else naming_problem()
+    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus()), problem))
+    for rank, (host, *_, problem) in enumerate(rows):
+        if problem:
+            facts = {"gpus": [list(uuids) for _, uuids, *_ in rows]}
+            return fail("devices", f"rank {rank} ({host}): {problem}", TO_NAME_GPUS, facts)
     found = judge_devices([row[:4] for row in rows])
-    alone = judge_sight([(host, uuids, driver_count) for host, uuids, _, _, driver_count in rows])
+    alone = judge_sight([(host, uuids, driver_count) for host, uuids, _, _, driver_count, _ in rows])
     return alone if found.level == "ok" and alone is not None else found
 
 

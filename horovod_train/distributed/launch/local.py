@@ -23,6 +23,9 @@ Way = Literal["mpirun", "horovodrun"]
 _ALLOCATION = ("SLURM_JOBID", "SLURM_TASKS_PER_NODE", "PBS_ENVIRONMENT", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
 """By these Open MPI, horovodrun and launcher find the hosts of an allocation. Names and ends of jobs are in others."""
 
+_HIDES = re.compile(r"-\d+|none|void|NoDevFiles", re.IGNORECASE)
+"""What a name in CUDA_VISIBLE_DEVICES is that hides GPUs on purpose."""
+
 _TRY_WITHIN_S = 20.0
 _END_WITHIN_S = 5.0
 # In one write: mpirun may interleave the output of the processes.
@@ -141,20 +144,37 @@ def is_linked_with_mpi(library: Path) -> bool:
 def visible_gpus() -> list[str] | None:
     """Return what CUDA_VISIBLE_DEVICES names, indices or UUIDs; None if it is not set: then all GPUs are visible.
 
-    CUDA reads it up to the first index that is none, such as -1.
+    CUDA reads it up to the first name that is none, such as -1. SLURM gives NoDevFiles to a job without GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
-    return list(takewhile("-1".__ne__, filter(None, re.split("[, ]+", visible))))
+    return list(takewhile(lambda name: not _HIDES.fullmatch(name), filter(None, re.split("[, ]+", visible))))
 
 
 def list_gpus() -> dict[int, str]:
-    """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
+    """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi.
+
+    CUDA reads CUDA_VISIBLE_DEVICES up to the first name that no GPU has, and takes one slice (MIG), which counts as its
+    GPU.
+    """
     names = visible_gpus()
     listed = {} if names == [] else driver_gpus()  # all hidden: ranks are to compute on CPU
-    visible = listed.values() if names is None else [find_uuid(name, listed) for name in names]
+    if not names:
+        return listed
+    if names[0].startswith("MIG-"):
+        visible = {gpu for uuid, gpu in list_slices().items() if uuid.startswith(names[0])}
+    else:
+        visible = set(filter(None, takewhile(bool, (find_uuid(name, listed) for name in names))))
     return {index: uuid for index, uuid in listed.items() if uuid in visible}
+
+
+def naming_problem() -> str:
+    """Return what is wrong if CUDA_VISIBLE_DEVICES is to name GPUs, and names none of those here; "" if nothing is."""
+    if not visible_gpus() or list_gpus() or not (here := driver_gpus()):
+        return ""
+    named = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
+    return f"{named} names none of the {len(here)} GPU{'s' * (len(here) > 1)} here"
 
 
 def driver_gpus() -> dict[int, str]:

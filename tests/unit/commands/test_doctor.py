@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -207,19 +206,34 @@ def test_clocks_apart_are_said(offsets_s: list[float], hosts: str, level: str, t
     assert (found.level, found.text) == (level, text)
 
 
+NOT_NAMED = "names none of the 4 GPUs here"
+
+
 @pytest.mark.parametrize(
-    ("visible", "level"), [("", "ok"), ("-1", "ok"), ("1", "ok"), ("0", "fail"), ("GPU-5", "fail"), (None, "fail")]
+    ("visible", "level", "text"),
+    [
+        ("", "ok", "no GPU here"),
+        ("-1", "ok", "no GPU here"),
+        ("NoDevFiles", "ok", "no GPU here"),  # by SLURM, for a job without GPUs
+        ("7", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=7 {NOT_NAMED}"),
+        ("7,0", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=7,0 {NOT_NAMED}"),  # CUDA reads no further
+        ("GPU-e", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=GPU-e {NOT_NAMED}"),
+        ("MIG-e0", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=MIG-e0 {NOT_NAMED}"),
+        ("MIG-d0", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPUs"),
+        ("0,7,1", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPUs"),
+        ("GPU-b", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPUs"),
+        (None, "fail", "rank 0 (n1): TensorFlow sees none of the 4 GPUs"),
+    ],
 )
+@pytest.mark.usefixtures("driver_of_four")
 def test_gpus_that_are_hidden_on_purpose_are_not_missed(
-    visible: str | None, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, level: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver lists one, and TensorFlow sees none of them here."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0, GPU-5a'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    """TensorFlow sees none of them here."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     here = SimpleNamespace(gpu_keys=())
     group = SimpleNamespace(rank=0, hosts=("n1",), devices=(here,), gather=lambda value: [value])
-    assert doctor_checks.check_devices(cast(WorkerGroup, group)).level == level
+    found = doctor_checks.check_devices(cast(WorkerGroup, group))
+    assert (found.level, text in found.text) == (level, True), found
