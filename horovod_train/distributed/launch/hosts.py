@@ -46,6 +46,8 @@ ANSWER_WITHIN_S = 20.0
 DISCOVER_WITHIN_S = 60.0
 _OF_THIS_HOST = re.compile(r"HOSTNAME|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|PWD|OLDPWD|SHLVL|_|BASH_FUNC_.*|LS_COLORS|TERM")
 """Variables that describe this host or this terminal. All others reach the ranks of every host."""
+_GPUS_OF_THIS_HOST = re.compile(r"(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL")
+"""Variables that name GPUs of this host. They reach other hosts only where they hide all."""
 
 _WORD = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
@@ -157,7 +159,7 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
     """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths."""
     root = "localhost" if len(shares) == 1 else address_of(shares[0].host)
     meeting = new_meeting(sum(share.ranks for share in shares), root)
-    environment = {name: value for name, value in os.environ.items() if not _OF_THIS_HOST.fullmatch(name)}
+    environment = {name: value for name, value in os.environ.items() if _is_for_all_hosts(name, value)}
     started = []
     for share in shares:
         is_here = is_this_host(share.host)
@@ -166,6 +168,12 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
         started.append(Started("host", share.host, agent))
         started[-1].tell_agent(json.dumps(order if is_here else order | {"environment": environment}).encode())
     return StartedRanks(started)
+
+
+def _is_for_all_hosts(name: str, value: str) -> bool:
+    if _GPUS_OF_THIS_HOST.fullmatch(name):
+        return value in ("", "-1")
+    return not _OF_THIS_HOST.fullmatch(name)
 
 
 def _agent() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -247,6 +248,16 @@ def test_each_rank_knows_its_place_and_all_share_a_secret(tmp_path: Path) -> Non
     assert len(places[0]["HOROVOD_TRAIN_TOKEN"]) == 32
 
 
+def with_other_hosts(folder: Path, *variables: str) -> dict[str, str]:
+    """An environment whose ssh stays on this host, and notes in `asked` whom it reaches. variables: set there."""
+    there = shlex.join(["env", *variables])
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/bash\necho "${{@: -2:1}}" >> {folder}/asked\nexec {there} sh -c "${{@: -1}}"\n')
+    ssh.chmod(0o755)
+    environment = rank_environment()
+    return environment | {"PATH": f"{folder}:{environment['PATH']}"}
+
+
 @pytest.mark.parametrize(
     ("hosts", "asked", "root"),
     [
@@ -257,17 +268,33 @@ def test_each_rank_knows_its_place_and_all_share_a_secret(tmp_path: Path) -> Non
 def test_a_user_name_is_for_ssh_and_ranks_meet_at_the_host(
     tmp_path: Path, hosts: str, asked: set[str], root: str
 ) -> None:
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f'#!/bin/bash\necho "${{@: -2:1}}" >> {tmp_path}/asked\nexec sh -c "${{@: -1}}"\n')
-    ssh.chmod(0o755)
-    environment = rank_environment()
-    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    environment = with_other_hosts(tmp_path)
     program = f"echo $HOROVOD_TRAIN_ROOT > {tmp_path}/$HOROVOD_TRAIN_RANK"
     words = ["-H", hosts, "--", "sh", "-c", program]
     finished = run_process([*LAUNCH, *words], environment=environment)
     assert finished.returncode == 0, finished.text
     assert [(tmp_path / rank).read_text() for rank in "012"] == [f"{root}\n"] * 3
     assert set((tmp_path / "asked").read_text().split()) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "there"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "2,3", "of that host"),
+        ("NVIDIA_VISIBLE_DEVICES", "GPU-5a", "of that host"),
+        ("GPU_DEVICE_ORDINAL", "2,3", "of that host"),
+        ("ROCR_VISIBLE_DEVICES", "2,3", "of that host"),
+        ("CUDA_VISIBLE_DEVICES", "", ""),  # hidden on purpose
+        ("CUDA_VISIBLE_DEVICES", "-1", "-1"),
+        ("MY_VISIBLE_DEVICES", "2,3", "2,3"),
+    ],
+)
+def test_gpus_of_this_host_are_not_those_of_others(tmp_path: Path, name: str, value: str, there: str) -> None:
+    environment = with_other_hosts(tmp_path, f"{name}=of that host") | {name: value}
+    words = ["-H", "n2:1", "--", "sh", "-c", f'echo "${name}" > {tmp_path}/told']
+    finished = run_process([*LAUNCH, *words], environment=environment)
+    assert finished.returncode == 0, finished.text
+    assert (tmp_path / "told").read_text() == f"{there}\n"
 
 
 def test_a_rank_that_ends_as_a_lost_host_would_is_none() -> None:
