@@ -86,7 +86,7 @@ def _train_here(config: Config, output_dir: str) -> bool:
         try:
             run.run(config)
         except RuntimeError as error:
-            if "cannot be modified after initialization" not in str(error):
+            if "cannot be modified after" not in str(error):  # initialization, or being initialized
                 raise
             raise UserError(
                 "train: this process has used TensorFlow already, so its threads and devices cannot be set any more. "

@@ -102,6 +102,28 @@ def test_what_is_wrong_is_raised_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+HAS_COMPUTED = """
+import sys
+import tensorflow as tf
+import horovod_train
+tf.zeros(1) + 1
+for word in ("device.intra_op_threads=3", "device.per_rank=2"):
+    try:
+        horovod_train.train(sys.argv[1], "train.epochs=1", word)
+    except horovod_train.errors.UserError as error:
+        print(word, error)
+"""
+
+
+def test_a_process_that_has_used_tensorflow_is_told_to_train_first(digits: Path, tmp_path: Path) -> None:
+    """Whether threads are set too late, or devices, as on a GPU: TensorFlow has another text for each."""
+    (tmp_path / "config.yaml").write_text(f"{BASE.format(data=digits)}output_dir: {tmp_path}/run\n")
+    finished = run_process([sys.executable, "-c", HAS_COMPUTED, str(tmp_path / "config.yaml")])
+    assert finished.returncode == 0, finished.text
+    said = "train: this process has used TensorFlow already, so its threads and devices cannot be set any more."
+    assert [line.partition(" ")[2][: len(said)] for line in finished.stdout.splitlines()] == [said, said]
+
+
 @pytest.mark.long
 def test_a_call_without_its_guard_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
