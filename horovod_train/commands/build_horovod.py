@@ -30,7 +30,9 @@ from horovod_train.output.files import Artifact, NotOurs, remove, write_atomical
 SCRIPT = Path(__file__).with_name("build_horovod.sh")
 CACHED = Artifact("a compiled Horovod", r"horovod-cp\d+-.+", "folder", (r"horovod-.+\.whl",))
 PREFIX_FILE = Artifact("openmpi_prefix.pth", r"openmpi_prefix\.pth")
-SHAPES_THE_BUILD = re.compile(r"HOROVOD_(GPU|CUDA|NCCL|BUILD)\w*|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS")
+SETTINGS_FILE = Artifact("the settings of make install", r"install-settings")
+FOR_GPUS = r"HOROVOD_(GPU|CUDA|NCCL|BUILD)\w*"
+SHAPES_THE_BUILD = re.compile(rf"{FOR_GPUS}|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS")
 
 # The libmpi of the openmpi package was built for another folder, and looks for its parts where OPAL_PREFIX says. Its
 # mpirun sets that; a rank that srun starts, or no launcher, would abort in MPI_Init. mpirun also sets
@@ -76,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = _name(mpi, environment)
     if _is_installed(name):
         _write_prefix(mpi)
+        _remember(environment)
         print(f"Horovod is installed: {name}")
         return 0
     folder = Path(arguments.cache or needed_cache()).absolute() / name
@@ -83,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
         problem = _install(folder, mpi)
         if not problem:
+            _remember(environment)
             return 0
         print(f"that one does not load here ({problem}): compiling it anew", flush=True)
     if problem := next(_missing_tools(environment, mpi), ""):
@@ -91,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     _compile(folder, environment)
     if problem := _install(folder, mpi):
         raise RunError(f"build-horovod: the compiled Horovod does not load: {problem}. It is in {folder}.")
+    _remember(environment)
     return 0
 
 
@@ -226,6 +231,20 @@ def _compile(folder: Path, environment: Mapping[str, str]) -> None:
 def _write_prefix(mpi: str) -> None:
     if mpi == "wheel":
         write_atomically(Path(sysconfig.get_path("purelib"), PREFIX_FILE.what), PREFIX_LINES, PREFIX_FILE)
+
+
+def _remember(environment: Mapping[str, str]) -> None:
+    """Note the settings for GPUs of the Horovod that is installed now, if scripts/install.sh has made this environment.
+
+    It would build another one after an update of the project, and install that in its place.
+    """
+    file = Path(sysconfig.get_path("data"), "install-settings")
+    if not file.exists():
+        return
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("HOROVOD_")]
+    pattern = FOR_GPUS if environment["HOROVOD_GPU_OPERATIONS"] else "HOROVOD_GPU_OPERATIONS"
+    lines += [f"{name}={value}" for name, value in environment.items() if re.fullmatch(pattern, name)]
+    write_atomically(file, "\n".join(lines) + "\n", SETTINGS_FILE)
 
 
 def _install(folder: Path, mpi: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
+from conftest import PROJECT, run_process
 
 from horovod_train.commands import build_horovod
 from horovod_train.errors import UserError
@@ -126,6 +129,53 @@ def test_an_older_environment_gets_the_new_prefix_without_a_build(
     assert not list(tmp_path.iterdir())
     assert main(["build-horovod", "--mpi", "wheel"]) == 0
     assert (tmp_path / build_horovod.PREFIX_FILE.what).read_text() == build_horovod.PREFIX_LINES
+
+
+NOTES_THE_BUILD = """\
+#!/bin/sh
+case "$*" in *build-horovod*) env | grep ^HOROVOD_ | sort > "$(dirname "$0")/built" ;; esac
+"""
+
+
+def test_make_install_builds_as_the_command_did_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an update would put a Horovod without NCCL in the place of one with NCCL. The pip here does nothing."""
+    for name in ("scripts/install.sh", "constraints.txt", "pyproject.toml", "horovod_train/commands/build_horovod.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PROJECT / name, tmp_path / name)
+    cached = tmp_path / "horovod_train" / f"horovod-cp{sys.version_info.major}{sys.version_info.minor}-x"
+    cached.mkdir()
+    (cached / "a.whl").touch()
+    of_venv = tmp_path / ".venv"
+    (of_venv / "bin").mkdir(parents=True)
+    (of_venv / "bin" / "python").write_text(NOTES_THE_BUILD)
+    (of_venv / "bin" / "python").chmod(0o755)
+    python = getattr(sys, "_base_executable", sys.executable)
+    settings = f"ROOT={tmp_path}\nPYTHON={python}\nMPI=wheel\nTENSORFLOW=tensorflow\nHOROVOD_GPU_OPERATIONS=\n"
+    (of_venv / "install-settings").write_text(settings)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "MPI"))}
+
+    def built(**variables: str) -> list[str]:
+        """With which variables `make install` builds Horovod, after an update."""
+        (of_venv / "install-done").unlink(missing_ok=True)
+        given = environment | {"XDG_CACHE_HOME": str(tmp_path)} | variables
+        finished = run_process(["bash", str(tmp_path / "scripts" / "install.sh")], environment=given)
+        assert finished.returncode == 0, finished.text
+        assert finished.text.count("making .venv") == 0, finished.text
+        return (of_venv / "bin" / "built").read_text().split()
+
+    assert built() == ["HOROVOD_GPU_OPERATIONS="]
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(of_venv))
+    monkeypatch.setattr(build_horovod, "_is_installed", lambda name: True)
+    nccl = {"HOROVOD_BUILD_CUDA_CC_LIST": "80,90", "HOROVOD_CUDA_HOME": "/opt/cuda", "HOROVOD_GPU_OPERATIONS": "NCCL"}
+    for name, value in nccl.items():
+        monkeypatch.setenv(name, value)
+    assert main(["build-horovod", "--mpi", "none"]) == 0
+    assert built() == [f"{name}={value}" for name, value in nccl.items()]
+    (of_venv / "bin" / "built").unlink()
+    assert run_process(["bash", str(tmp_path / "scripts" / "install.sh")], environment=environment).returncode == 0
+    assert not (of_venv / "bin" / "built").exists()  # .venv is up to date
+    assert built(HOROVOD_GPU_OPERATIONS="") == ["HOROVOD_GPU_OPERATIONS="]
+    assert built(HOROVOD_BUILD_CUDA_CC_LIST="120")[0] == "HOROVOD_BUILD_CUDA_CC_LIST=120"
 
 
 def test_comments_of_the_script_do_not_shape_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
