@@ -135,6 +135,8 @@ def misfit(built_for: Found, said: str) -> str:
             packed = ",".join(map(str, numbers))
             return f"the GPU is of compute capability {major}.{minor}, and Horovod was compiled for {packed}. " + (
                 f"Pack again with HOROVOD_BUILD_CUDA_CC_LIST={gpu}."
+                if gpu >= 75
+                else "It takes a CUDA 12 toolkit: CUDA 13, of which pack is, compiles for 7.5 or later."
             )
     return ""
 

@@ -184,7 +184,11 @@ def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:
 def _missing_gpu_tools(environment: Mapping[str, str], compiler: str) -> Iterator[str]:
     cuda = environment.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
     if not (os.access(f"{cuda}/bin/nvcc", os.X_OK) or shutil.which("nvcc")):
-        yield "nvcc is neither on PATH nor in HOROVOD_CUDA_HOME: apt-get install nvidia-cuda-toolkit."
+        yield (
+            "nvcc is neither on PATH nor in HOROVOD_CUDA_HOME: install NVIDIA's CUDA toolkit, or pip install "
+            "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl and set "
+            "HOROVOD_CUDA_HOME, as docs/install.md shows."
+        )
     if environment["HOROVOD_GPU_OPERATIONS"] != "NCCL" or environment.get("HOROVOD_NCCL_HOME"):
         return
     of_pip = Path(sysconfig.get_path("purelib"), "nvidia", "nccl")

@@ -195,4 +195,8 @@ def judge_group(rows: Sequence[tuple[bool, Sequence[str]]]) -> tuple[str, str] |
     compiled_for = ",".join(each.replace(".", "") for each in capabilities)
     here = f"of compute capability {' or '.join(capabilities)}"
     build = f"HOROVOD_BUILD_CUDA_CC_LIST={compiled_for} horovod-train build-horovod --gpu-operations NCCL"
-    return f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, {here}", f"Build it again: {build}."
+    version, why = "", ""
+    if any(tuple(map(int, each.split("."))) < (7, 5) for each in capabilities):
+        version, why = " 12", ": CUDA 13 compiles for 7.5 or later"
+    do = f"Build it again: {build}, with the nvcc of CUDA{version} on PATH or in HOROVOD_CUDA_HOME{why}."
+    return f"{text}: Horovod's CUDA kernels are not compiled for a GPU here, {here}", do

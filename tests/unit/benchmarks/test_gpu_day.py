@@ -142,6 +142,7 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
         ([90], "580.65.06, 8.0\n", "the GPU is of compute capability 8.0, and Horovod was compiled for 90. Pack again"),
         ([86, 120], "580.65.06, 9.0\n", "with HOROVOD_BUILD_CUDA_CC_LIST=90."),
         ([86, 90], "580.65.06, 8.0\n", "with HOROVOD_BUILD_CUDA_CC_LIST=80."),
+        ([90], "580.65.06, 7.0\n", "Horovod was compiled for 90. It takes a CUDA 12 toolkit: CUDA 13, of which pack is, "),
         ([90], "No devices were found\n", ""),
         ([90], "", ""),
     ],

@@ -63,9 +63,12 @@ def test_a_missing_mpi_is_one_line(
     assert "--mpi system: mpicc is not on PATH" in said(capsys, "--mpi", "system", "--cache", str(tmp_path))
 
 
-def test_a_missing_nccl_is_named_with_what_brings_it() -> None:
+def test_a_missing_nvcc_or_nccl_is_named_with_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     environment = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": "/nowhere"}
-    *_, problem = build_horovod._missing_gpu_tools(environment, "no-such-compiler")
+    of_nvcc, problem = build_horovod._missing_gpu_tools(environment, "no-such-compiler")
+    assert "pip install nvidia-cuda-nvcc nvidia-cuda-crt" in of_nvcc
+    assert of_nvcc.endswith("and set HOROVOD_CUDA_HOME, as docs/install.md shows.")
     assert problem.startswith("NCCL is missing: pip install 'tensorflow[and-cuda]' brings it")
 
 

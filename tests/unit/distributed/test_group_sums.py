@@ -50,7 +50,14 @@ def test_the_gpus_are_named_and_how_to_compile_for_them() -> None:
     assert judge_group([(False, ["12.0"]), (False, ["8.0", "8.0"]), (True, ["9.0"])]) == (
         "sums of tensors that Horovod exchanges together are wrong on 2 of 3 ranks: Horovod's CUDA kernels are not "
         "compiled for a GPU here, of compute capability 8.0 or 9.0 or 12.0",
-        "Build it again: HOROVOD_BUILD_CUDA_CC_LIST=80,90,120 horovod-train build-horovod --gpu-operations NCCL.",
+        "Build it again: HOROVOD_BUILD_CUDA_CC_LIST=80,90,120 horovod-train build-horovod --gpu-operations NCCL, with "
+        "the nvcc of CUDA on PATH or in HOROVOD_CUDA_HOME.",
+    )
+    problem = judge_group([(False, ["7.0"]), (False, ["12.0"])])
+    assert problem
+    assert problem[1] == (
+        "Build it again: HOROVOD_BUILD_CUDA_CC_LIST=70,120 horovod-train build-horovod --gpu-operations NCCL, with the "
+        "nvcc of CUDA 12 on PATH or in HOROVOD_CUDA_HOME: CUDA 13 compiles for 7.5 or later."
     )
     problem = judge_group([(False, [])])
     assert problem
