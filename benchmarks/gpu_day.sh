@@ -10,8 +10,9 @@
 #   gpu_day.sh --cpu --out OUT       the same steps, tiny, without a GPU. gpu_day.py --help lists further options
 #
 # Settings of pack: PYTHON (python3: the machine must have the same version), PIECE_MIB (60: at most so much in a file),
-# HOROVOD_BUILD_CUDA_CC_LIST (90: compute capabilities to compile for; nvidia-smi --query-gpu=compute_cap prints 9.0 for
-# it). --cpu packs neither CUDA nor NCCL.
+# HOROVOD_BUILD_CUDA_CC_LIST (90: compute capabilities to compile for). --cpu packs neither CUDA nor NCCL.
+# Ask the machine before you pack: nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader
+# It prints 9.0 for 90. The Horovod of pack needs a driver of branch 580 and 7.5 or later; TensorFlow needs less.
 # Horovod is compiled without MPI: ranks meet over gloo.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -72,7 +73,8 @@ collect() { # --cpu FOLDER WORK: put into FOLDER all wheels that the machine nee
     cp "$work"/cache/horovod-*/*.whl "$wheels/"
     # CUDA 13 needs a driver of branch 580. gpu_day.py compares with the machine.
     [[ -n $cpu ]] ||
-        echo "{\"driver\": 580, \"compute_capabilities\": [$HOROVOD_BUILD_CUDA_CC_LIST]}" > "$wheels/$BUILT_FOR"
+        echo "{\"driver\": 580, \"compute_capabilities\": [$HOROVOD_BUILD_CUDA_CC_LIST]," \
+            "\"compiled_with\": $("${pip[@]}" list --path "$work/cuda" --format json)}" > "$wheels/$BUILT_FOR"
 }
 
 unpack() { # DIR: check the pieces, and join them into DIR/wheels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def hangs(day):
 functions = {"first": works, "raises": raises, "differs": differs, "dies": dies, "hangs": hangs, "last": works}
 steps = [gpu_day.Step(name, 3.0, function) for name, function in functions.items()]
 gpu_day.run_day(steps, Path(sys.argv[1]), cpu=True, minutes=5.0)
-gpu_day.run_day([gpu_day.Step("too_late", 3.0, works)], Path(sys.argv[1]), cpu=True, minutes=0.01)
+late = [gpu_day.Step("too_late", 3.0, works), steps[1]]
+gpu_day.run_day(late, Path(sys.argv[1]), cpu=True, minutes=0.01, misfit="the driver is old.")
 """
 
 
@@ -70,7 +72,8 @@ def test_a_step_that_fails_or_hangs_is_recorded_and_the_next_one_runs(tmp_path: 
         "last": "ok",
         "too_late": "not run: no time is left",
     }
-    assert found["raises"]["last_lines"][0] == "some words"
+    assert found["raises"]["last_lines"][0] == "some words"  # it has not run again, and its result stays
+    assert json.loads((tmp_path / "results.json").read_text())["misfit"] == "the driver is old."
     assert found["differs"]["found"] == {"number": 2}
     assert list(json.loads(found["last"]["found"]["so_far"])["steps"]) == list(found)[:5]
     started = int(found["hangs"]["last_lines"][0])
@@ -138,11 +141,15 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
         ([90], "580.65.06, 9.0\n580.65.06, 9.0\n", ""),
         ([90], "580.65.06, 12.0\n", ""),
         ([80, 90], "595.1, 8.6\n", ""),
-        ([90], "570.124.06, 9.0\n", "the driver is of branch 570; what was packed needs 580 or later."),
+        ([90], "570.124.06, 9.0\n", "the driver is of branch 570; Horovod as packed needs 580 or later."),
         ([90], "580.65.06, 8.0\n", "the GPU is of compute capability 8.0, and Horovod was compiled for 90. Pack again"),
         ([86, 120], "580.65.06, 9.0\n", "with HOROVOD_BUILD_CUDA_CC_LIST=90."),
         ([86, 90], "580.65.06, 8.0\n", "with HOROVOD_BUILD_CUDA_CC_LIST=80."),
-        ([90], "580.65.06, 7.0\n", "Horovod was compiled for 90. It takes a CUDA 12 toolkit: CUDA 13, of which pack is, "),
+        (
+            [90],
+            "580.65.06, 7.0\n",
+            "Horovod was compiled for 90. It takes a CUDA 12 toolkit: CUDA 13, of which pack is, ",
+        ),
         ([90], "No devices were found\n", ""),
         ([90], "", ""),
     ],
@@ -150,6 +157,34 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
 def test_what_was_packed_for_other_gpus_or_drivers_is_said_first(numbers: list[int], said: str, words: str) -> None:
     problem = gpu_day.misfit({"driver": 580, "compute_capabilities": numbers}, said)
     assert (words in problem, bool(problem)) == (True, bool(words))
+
+
+def test_what_needs_no_horovod_runs_first_where_horovod_may_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 570.124.06, 9.0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "built_for.json").write_text('{"driver": 580, "compute_capabilities": [90], "compiled_with": []}')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_day, "BUILT_FOR", tmp_path / "built_for.json")
+    monkeypatch.setattr(gpu_day, "sees_gpu", lambda: True)
+    monkeypatch.setattr("sys.argv", ["gpu_day.py", "--out", str(tmp_path / "out")])
+    began: list[str] = []
+
+    def run_day(steps: Sequence[gpu_day.Step], out: Path, **options: Any) -> dict[str, Any]:
+        began.extend(step.name for step in steps)
+        results = gpu_day.read_results(out, options["cpu"])
+        assert results["built_for"]["driver"] == 580
+        assert {"tensorflow", "keras"} <= set(results["versions"])
+        return results | {"steps": {step.name: {"status": "ok"} for step in steps}}
+
+    monkeypatch.setattr(gpu_day, "run_day", run_day)
+    with pytest.raises(SystemExit, match="0"):
+        gpu_day.main()
+    assert began[:5] == ["resnet_fit", "resnet_loop", "resnet_fit_xla", "resnet_loop_xla", "nccl"]
+    assert len(began) == len(gpu_day.STEPS)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: gpu_day: the driver is of branch 570; Horovod as packed needs 580 or later. ")
 
 
 def test_results_with_and_without_a_gpu_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
