@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import cast
 
 import numpy as np
@@ -194,11 +194,10 @@ def load_table(
         content = storage.read_all(path)
     try:
         text = content.decode("utf-8-sig")
-        separator = _separator(text.partition("\n")[0])
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
-        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not a csv file: {error}.") from error
+    separator = _separator(text.partition("\n")[0])
+    lines = [(number, [cell.strip() for cell in row]) for number, row in _rows(text, separator, path) if row]
     if len(lines) < 2 - may_be_empty:
         raise UserError(f"{path}: expected a header and at least one record; it has {len(lines)} lines.")
     names = lines[0][1]
@@ -254,6 +253,28 @@ def _check_points(numbers: Mapping[str, Sequence[str]], lines: Sequence[int], pa
                 f"{path}:{lines[place]}: {name}: {cells[place]} has a point, and other numbers of the file have "
                 "decimal commas; write thousands without points, and decimals alike."
             )
+
+
+def _rows(text: str, separator: str, path: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the last line and the cells of each row. Raises UserError for a quote that is not closed, or not doubled.
+
+    Python's reader would otherwise take all that follows such a quote for one cell, up to the next one.
+    """
+    after_quotes = rf"[ ]+(?=[{separator}\r\n]|$)"
+    if re.search(f'"{after_quotes}', text):  # blanks that a strict reader refuses
+        quoted_cell = rf'((?:^|[{separator}\r\n]) *"[^"]*(?:""[^"]*)*")(?:{after_quotes})?'
+        text = re.sub(quoted_cell, r"\1", text)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    line = 0
+    try:
+        for row in reader:
+            line = reader.line_num
+            yield line, row
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{line + 1}: expected a row of a csv file; up to line {reader.line_num}: {error}. A cell that "
+            "begins with a quote ends with one, and has those inside doubled."
+        ) from error
 
 
 def _separator(header: str) -> str:

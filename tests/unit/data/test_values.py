@@ -70,6 +70,23 @@ def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path
         load_table(table(tmp_path, "a;b", "1;2", "3; "))
 
 
+def test_a_quote_that_is_not_closed_is_named_and_swallows_no_records(tmp_path: Path) -> None:
+    rows = [f"{n},text {n}" for n in range(400)]
+    rows[100] = '100,"text 100'
+    with pytest.raises(UserError, match=r"t\.csv:102: expected a row of a csv file; up to line 401: unexpected end of d"):
+        load_table(table(tmp_path, "y,text", *rows))
+    rows[200] = '200,the "text" 200'  # a later quote ends the cell
+    with pytest.raises(UserError, match=r"t\.csv:102: expected a row of a csv file; up to line 202: ',' expected after"):
+        load_table(table(tmp_path, "y,text", *rows))
+
+
+def test_texts_in_quotes_are_read_as_they_are_quoted(tmp_path: Path) -> None:
+    texts = ['"a, b"', '"two\nlines"', '"say ""no"" , x"', '"""a"" , b"', '"b" ', ' "c"  ']
+    columns = load_table(table(tmp_path, "text,y", *(f"{text},{n}" for n, text in enumerate([*texts, '5" pipe']))))
+    assert columns["text"].tolist() == ["a, b", "two\nlines", 'say "no" , x', '"a" , b', "b", "c", '5" pipe']
+    assert columns["y"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("cell", ["NA", "n/a", "null", "-", " None ", "NaN"])
 def test_a_cell_without_a_number_among_numbers_is_named(cell: str, tmp_path: Path) -> None:
     with pytest.raises(
