@@ -212,6 +212,24 @@ def check_same_classes(
         )
 
 
+def check_names_of_numbers(names: Sequence[str], where: str) -> None:
+    """Raise UserError for names of classes whose labels are numbers, if the names are numbers too, and others.
+
+    They are then most likely sorted as texts: 0, 1, 10, 2.
+    """
+    try:
+        numbers = list(map(int, names))
+    except ValueError:
+        return
+    for label, number in enumerate(numbers):
+        if label != number:
+            raise UserError(
+                f"{where}: class_names: label {label} would be named {names[label]}, because names are in the order of "
+                f"labels, which are numbers here. Give them in the order 0, 1, 2, …; if {label} does mean {names[label]}, "
+                f"give names that are no numbers, like 'class {names[label]}'."
+            )
+
+
 def check_weight(name: str | None, schema: Schema) -> None:
     """Raise UserError if there is no feature of that name, or if it is not one number a record. None: no weights."""
     if name is None:

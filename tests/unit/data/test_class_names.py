@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from made_records import batches
+from made_records import batches, example, write_file
+from made_stores import WRITERS
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import class_names, open_records, with_class_names_of
@@ -82,6 +84,39 @@ def test_cells_that_are_names_are_no_numbers(
     )
     (batch,) = batches(pipeline)
     assert np.asarray(batch.targets).tolist() == expected
+
+
+@pytest.mark.parametrize("form", ["parquet", "npz", "hdf5", "tfrecord"])
+def test_labels_that_are_numbers_and_names_that_are_others_are_refused(form: str, tmp_path: Path) -> None:
+    """As sorted texts of numbers are: 0, 1, 10, 11, 2. In a CSV file such labels are looked up by name."""
+    names = sorted(map(str, range(12)))
+    arrays = {"x": np.zeros(12, np.float32), "y": np.arange(12)}
+    if form == "tfrecord":
+        examples = [example(x=0.0, y=label) for label in range(12)]
+        path = write_file(tmp_path / "a.tfrecord", examples)
+        features: dict[str, Any] = {"x": "float", "y": {"type": "int64"}}
+    else:
+        features, path = {"y": {}}, WRITERS[form](tmp_path, arrays)
+
+    def named(names: list[str]) -> DataConfig:
+        given = {**features, "y": {**features["y"], "class_names": names}}
+        return DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features=given)
+
+    with pytest.raises(UserError, match=r"y: class_names: label 2 would be named 10, .* like 'class 10'\.$"):
+        open_records(named(names), "train")
+    for good in (sorted(names, key=int), [f"class {name}" for name in names]):
+        assert open_records(named(good), "train").schema.class_names == {"y": tuple(good)}
+
+
+def test_labels_that_folders_give_have_names_in_any_order(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    names = sorted(map(str, range(12)))
+    for name in names:
+        (tmp_path / name).mkdir()
+        image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
+    config = DataConfig(train=(str(tmp_path),), targets=("label",), features={"image": {"shape": [8, 8, 3]}})
+    found = with_class_names_of(config, open_records(config, "train"))
+    assert open_records(found, "train").schema.class_names == {"label": tuple(names)}
 
 
 @pytest.mark.parametrize("declared", ["bytes", {"type": "bytes"}])
