@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,12 @@ def unreadable(error: BaseException) -> type[RunError]:
     return ReadFailed if may_pass else UserError
 
 
+def said_by_system(error: OSError) -> str:
+    """Return the text of the system's error, without a full stop; of too many open files also what to do."""
+    advice = ". Raise their limit: ulimit -n" if error.errno == errno.EMFILE else ""
+    return f"{os.strerror(errno.EMFILE) if advice else error.strerror or error}{advice}"
+
+
 def unusable(what: str, error: OSError, advice: str) -> RunError:
     """Return the error to raise for a file or folder that cannot be read or written: a UserError, or ReadFailed.
 
@@ -121,7 +128,7 @@ def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
             raise
         raise UserError(f"{path}: cannot be read{when}: not UTF-8 text.") from error
     except OSError as error:
-        raise unreadable(error)(f"{path}: cannot be read{when}: {error.strerror or error}.") from error
+        raise unreadable(error)(f"{path}: cannot be read{when}: {said_by_system(error)}.") from error
 
 
 def one_line(error: object) -> str:

@@ -14,9 +14,11 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 _MAX_OPEN = 256
 _MAX_SHARE = 4
@@ -113,12 +115,22 @@ def idle_descriptors() -> set[int]:
     return {number for files in instances for number in files.idle()}
 
 
-class _OpenFile:
-    """A descriptor, and how many reads use it."""
+Opened = tuple[Any, Callable[[], object]]
+"""What reads a file, such as its descriptor or the object of a library; and what closes it."""
 
-    def __init__(self, path: str) -> None:
-        self.descriptor, self.users = os.open(path, os.O_RDONLY), 0
-        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+def _open_descriptor(path: str) -> Opened:
+    descriptor = os.open(path, os.O_RDONLY)
+    return descriptor, partial(os.close, descriptor)
+
+
+class _OpenFile:
+    """A file, and how many reads use it."""
+
+    def __init__(self, path: str, open_file: Callable[[str], Opened]) -> None:
+        self.users = 0
+        self.opened, close = open_file(path)
+        self.close = weakref.finalize(self, close)
 
 
 class OpenFiles:
@@ -136,16 +148,20 @@ class OpenFiles:
             _instances.add(self)
 
     def idle(self) -> list[int]:
-        """Return the descriptors of files that are not being read."""
+        """Return the descriptors of files that are not being read, as far as they are known."""
         with self._lock:
-            return [file.descriptor for file in self._files.values() if not file.users]
+            files = [file.opened for file in self._files.values() if not file.users]
+        return [opened for opened in files if isinstance(opened, int)]
 
     @contextmanager
-    def opened(self, path: str) -> Iterator[int]:
-        """Give the descriptor of a file, which stays open inside the block. Raises OSError."""
-        file = self._acquire(path)
+    def opened(self, path: str, open_file: Callable[[str], Opened] = _open_descriptor) -> Iterator[Any]:
+        """Give what reads a file, by default its descriptor; it stays open inside the block. Raises OSError.
+
+        open_file: opens it, where it is not open yet, or raises the OSError of the system.
+        """
+        file = self._acquire(path, open_file)
         try:
-            yield file.descriptor
+            yield file.opened
         finally:
             with self._lock:
                 file.users -= 1
@@ -156,14 +172,14 @@ class OpenFiles:
         with self._lock:
             self._files.pop(path, None)
 
-    def _acquire(self, path: str) -> _OpenFile:
+    def _acquire(self, path: str, open_file: Callable[[str], Opened]) -> _OpenFile:
         with self._lock:
             file = self._files.get(path)
             if file is not None:
                 file.users += 1
                 self._files.move_to_end(path)
                 return file
-        new_file = self._open(path)  # not under the lock: it may take long
+        new_file = self._open(path, open_file)  # not under the lock: it may take long
         with self._lock:
             file = self._files.setdefault(path, new_file)  # another thread may have opened it meanwhile
             file.users += 1
@@ -172,15 +188,15 @@ class OpenFiles:
             new_file.close()
         return file
 
-    def _open(self, path: str) -> _OpenFile:
+    def _open(self, path: str, open_file: Callable[[str], Opened]) -> _OpenFile:
         try:
-            return _OpenFile(path)
+            return _OpenFile(path, open_file)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
         with self._lock:  # others in this process have taken the descriptors
             self._close_oldest(0)
-        return _OpenFile(path)
+        return _OpenFile(path, open_file)
 
     def _close_oldest(self, keep: int) -> None:
         surplus = len(self._files) - keep

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -356,3 +357,12 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """Some for each of the threads that read."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 120, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)

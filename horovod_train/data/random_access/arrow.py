@@ -59,6 +59,7 @@ class _Batches(FileStore):
         except RunError:
             raise
         except Exception as error:  # pyarrow raises whatever a damaged file leads to, also for names that are not UTF-8
+            raise_if_of_the_system(error, path)
             raise unreadable(error)(f"{path}: cannot be read as {self.form}: {one_line(error)}.") from error
         self.blocks = blocks_of([count for count in counts if count], size)
         self._numbers = [number for number, count in enumerate(counts) if count]

@@ -7,18 +7,27 @@ of the user into weights and predictions. Such files are refused.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from horovod_train.config.paths import is_remote
-from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
+from horovod_train.data.random_access.store import (
+    FileStore,
+    Request,
+    check_lengths,
+    even_blocks,
+    raise_if_of_the_system,
+)
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, Range, RemoteFile
 from horovod_train.errors import RunError, UserError, one_line, unreadable
+from horovod_train.host import Opened
 
 _PAGES = 64
 """To cache of a remote file: for the structure of HDF5, and for text and lists of any length."""
+
+_LOCKING = "best-effort"
+"""Some network file systems cannot lock."""
 
 _MOST_LEVELS = 100
 """Of groups within groups."""
@@ -58,13 +67,18 @@ class HDF5File(FileStore):
 
         super().__init__(path, [path], request.storage)
         self._remote = RemoteFile(Pages(request.storage, path, _PAGES)) if is_remote(path) else None
-        # Locking: some network file systems cannot.
-        self._file, found = open_hdf5(self._remote or path, path, locking="best-effort")
-        # HDF5 would close it after the interpreter has ended, and then crash in calling the file object.
-        weakref.finalize(self, self._file.close)
-        items = {name: item for name, item in found.items() if isinstance(item, h5py.Dataset)}
-        self._datasets = {name: items[name] for name in request.choose(list(items), path)}
-        for name, dataset in self._datasets.items():
+        self._open_files = request.open_files
+        file, found = open_hdf5(self._remote or path, path, locking=_LOCKING)
+        with file:
+            items = {name: item for name, item in found.items() if isinstance(item, h5py.Dataset)}
+            self._describe({name: items[name] for name in request.choose(list(items), path)}, request.setting)
+
+    def _describe(self, datasets: dict[str, Any], setting: str) -> None:
+        """Take what is needed of the open datasets. Raises UserError."""
+        import h5py  # takes a while
+
+        path, self._names = self.path, list(datasets)
+        for name, dataset in datasets.items():
             try:
                 dtype = dataset.dtype
             except (TypeError, ValueError) as error:
@@ -79,23 +93,30 @@ class HDF5File(FileStore):
                     f"{path}: {name} is {dtype}{list(dataset.shape)}, and the file has {self.size} bytes; expected "
                     "values that are there. The file is damaged, or was never filled."
                 )
-        lengths = {name: dataset.shape[0] for name, dataset in self._datasets.items()}
-        records = check_lengths(lengths, path, request.setting)
+        lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
+        records = check_lengths(lengths, path, setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.
-        chunks = [dataset.chunks[0] for dataset in self._datasets.values() if dataset.chunks]
-        sizes = [d.dtype.itemsize * math.prod(d.shape) for d in self._datasets.values() if d.dtype.kind != "O"]
+        chunks = [dataset.chunks[0] for dataset in datasets.values() if dataset.chunks]
+        sizes = [d.dtype.itemsize * math.prod(d.shape) for d in datasets.values() if d.dtype.kind != "O"]
         # Lists and text take a share of the file.
-        total_bytes = sum(sizes) if len(sizes) == len(self._datasets) else max(sum(sizes), self.size)
+        total_bytes = sum(sizes) if len(sizes) == len(datasets) else max(sum(sizes), self.size)
         self.blocks = even_blocks(records, total_bytes, max(chunks, default=1))
-        self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in self._datasets.values()]
+        self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in datasets.values()]
 
     def read(self, first: int, last: int) -> Arrays:
         self._stamps.check(self.path)
-        if self._remote is None:
-            return {name: dataset[first:last] for name, dataset in self._datasets.items()}
-        ranges = [byte_range for rows in self._rows for byte_range in rows.ranges(first, last)]
-        with self._remote.loaded(ranges):
-            return {name: dataset[first:last] for name, dataset in self._datasets.items()}
+        with self._open_files.opened(self.path, self._open) as datasets:
+            if self._remote is None:
+                return {name: dataset[first:last] for name, dataset in datasets.items()}
+            ranges = [byte_range for rows in self._rows for byte_range in rows.ranges(first, last)]
+            with self._remote.loaded(ranges):
+                return {name: dataset[first:last] for name, dataset in datasets.items()}
+
+    def _open(self, _: str) -> Opened:
+        import h5py  # takes a while
+
+        file = h5py.File(self._remote or self.path, "r", locking=_LOCKING)
+        return {name: file[name] for name in self._names}, file.close
 
 
 def open_hdf5(file: Any, name: str, kind: str = "HDF5", **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -115,6 +136,7 @@ def open_hdf5(file: Any, name: str, kind: str = "HDF5", **options: Any) -> tuple
             opened.close()
         if isinstance(error, RunError):
             raise
+        raise_if_of_the_system(error, name)
         raise unreadable(error)(f"{name}: cannot be read as {kind}: {one_line(error)}.") from error
 
 

@@ -19,7 +19,8 @@ from horovod_train.config.registry import raised_at
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadedBlock, split_records
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, describe
-from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, unreadable
+from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, said_by_system, unreadable
+from horovod_train.host import OpenFiles
 from horovod_train.shown_text import listed
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
@@ -46,6 +47,8 @@ class Request:
     storage: Storage = DEFAULT
     entries: tuple[str, ...] = ()
     """All of data.train and data.eval."""
+    open_files: OpenFiles = field(default_factory=OpenFiles)
+    """Those of all stores together, for a library that opens files itself."""
 
     def choose(self, stored: Sequence[str], path: str) -> list[str]:
         """Return the names to read. stored: those that the store has. Raises UserError for a missing one."""
@@ -208,9 +211,10 @@ def describe_error(error: BaseException) -> str:
 
 def raise_if_of_the_system(error: BaseException, record: str) -> None:
     """Raise UserError or ReadFailed for an error of the system, by which good records would count as bad ones."""
-    kind = unreadable(error)
-    if kind is ReadFailed or (isinstance(error, OSError) and error.errno in _NO_ROOM):
-        raise kind(f"{record}: cannot be read: {describe(error)}.") from error
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        raise UserError(f"{record}: cannot be read: {said_by_system(error)}.") from error
+    if unreadable(error) is ReadFailed:
+        raise ReadFailed(f"{record}: cannot be read: {describe(error)}.") from error
 
 
 def stack(values: Sequence[Any]) -> np.ndarray:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from made_records import (
+    SCHEMA,
     NumpyBatch,
     batches,
     config,
@@ -32,7 +37,7 @@ from horovod_train.commands.check_data import check_records
 from horovod_train.commands.plan import open_outlook
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.dataset import open_records
+from horovod_train.data.dataset import find_records, open_records
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.random_access.arrow import HuggingFaceFolder, ParquetFile, to_arrays
 from horovod_train.data.random_access.store import ArraysParser, FileStamps, Request
@@ -148,6 +153,44 @@ def test_records_of_array_record_are_those_of_tfrecords(tmp_path: Path) -> None:
         open_records(here, "train")
     with pytest.raises(UserError, match=r"data\.stage_dir: keeps blocks of TFRecords"):
         open_records(dataclasses.replace(here, stage_dir="/tmp"), "train")
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "array_record"])
+def test_more_files_than_a_process_may_hold_open_are_read(kind: str, tmp_path: Path, few_descriptors: None) -> None:
+    arrays = {"x": np.zeros((2, 2), np.float32), "y": np.arange(2)}
+    for number in range(250):
+        if kind == "hdf5":
+            write_hdf5(tmp_path, arrays).rename(tmp_path / f"{number}.h5")
+        else:
+            write_array_record(tmp_path / f"{number}.array_record", [image_record(2 * number + row) for row in (0, 1)])
+    (tmp_path / "dataset.json").write_text(json.dumps(SCHEMA))
+    data = config(tmp_path, **({"targets": ("y",)} if kind == "hdf5" else {}))
+    assert len(ids(read(pipeline(data)))) == 500
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "array_record"])
+def test_a_process_without_descriptors_does_not_take_a_file_for_a_damaged_one(kind: str, tmp_path: Path) -> None:
+    files = {
+        "hdf5": lambda: write_hdf5(tmp_path, {"y": np.arange(2)}),
+        "array_record": lambda: write_array_record(tmp_path / "a.array_record", [image_record(0)]),
+    }
+    path, before = files[kind](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    (tmp_path / "dataset.json").write_text(json.dumps(SCHEMA))
+    open_records(config(path), "train")  # loads its library
+    found = find_records(config(path), "train")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+    try:
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(UserError) as raised:
+            found.open([str(path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in taken:
+            os.close(descriptor)
+    assert str(raised.value) == f"{path}: cannot be read: Too many open files. Raise their limit: ulimit -n."
 
 
 def test_classes_of_hugging_face_are_known_and_several_splits_refused(tmp_path: Path) -> None:

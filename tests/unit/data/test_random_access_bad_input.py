@@ -268,8 +268,11 @@ def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_p
             load_schema(str(tmp_path / "dataset.json"))
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(errno.ESTALE, 1), (errno.EIO, 1), (errno.EMFILE, 2)])
-def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int, exit_code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "exit_code", "advice"),
+    [(errno.ESTALE, 1, ""), (errno.EIO, 1, ""), (errno.EMFILE, 2, r"Raise their limit: ulimit -n\.")],
+)
+def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int, exit_code: int, advice: str) -> None:
     """With on_bad_record: skip, good records would be left out for as long as it lasts."""
 
     def read(first: int, last: int) -> Any:
@@ -283,7 +286,8 @@ def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int, exit_code
 
     failing: Any = Failing()
     failing.read = read
-    with pytest.raises(RunError, match=rf"^x\.npy, record 4: cannot be read: {os.strerror(number)}\.$") as raised:
+    said = rf"^x\.npy, record 4: cannot be read: {os.strerror(number)}\.{advice and ' '}{advice}$"
+    with pytest.raises(RunError, match=said) as raised:
         store._read(failing, 4, 8)
     assert raised.value.exit_code == exit_code
     with pytest.raises(RunError) as raised:
@@ -308,7 +312,7 @@ def test_a_library_that_cannot_read_now_makes_no_record_a_bad_one(
         load(0)
     monkeypatch.setattr(h5py, "File", fail)
     monkeypatch.setattr("pyarrow.parquet.ParquetFile", fail)
-    with pytest.raises(ReadFailed, match=rf"^{path}: cannot be read as "):
+    with pytest.raises(ReadFailed, match=rf"^{path}: cannot be read: .*Error reading bytes from file\.$"):
         open_records(config(path), "train")
 
 

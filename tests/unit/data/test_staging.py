@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -121,15 +120,6 @@ def test_staged_files_are_read_where_their_source_has_gone(tmp_path: Path) -> No
             Path(path).unlink()
         again, _ = readers[1].read(np.arange(6))
         assert split_records(first) == split_records(again)
-
-
-@pytest.fixture
-def few_descriptors() -> Iterator[None]:
-    """Some for each of the threads that read."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 120, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("staged", [True, False])

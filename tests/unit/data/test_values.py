@@ -73,10 +73,14 @@ def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path
 def test_a_quote_that_is_not_closed_is_named_and_swallows_no_records(tmp_path: Path) -> None:
     rows = [f"{n},text {n}" for n in range(400)]
     rows[100] = '100,"text 100'
-    with pytest.raises(UserError, match=r"t\.csv:102: expected a row of a csv file; up to line 401: unexpected end of d"):
+    with pytest.raises(
+        UserError, match=r"t\.csv:102: expected a row of a csv file; up to line 401: unexpected end of d"
+    ):
         load_table(table(tmp_path, "y,text", *rows))
     rows[200] = '200,the "text" 200'  # a later quote ends the cell
-    with pytest.raises(UserError, match=r"t\.csv:102: expected a row of a csv file; up to line 202: ',' expected after"):
+    with pytest.raises(
+        UserError, match=r"t\.csv:102: expected a row of a csv file; up to line 202: ',' expected after"
+    ):
         load_table(table(tmp_path, "y,text", *rows))
 
 
