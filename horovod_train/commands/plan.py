@@ -50,9 +50,9 @@ from horovod_train.config.rules import kept_batch, resolve, weights_of_outputs
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import (
     Records,
+    beside_training,
     build_plan,
     check_room_to_shuffle,
-    check_same_labels,
     open_records,
     with_inputs_of,
 )
@@ -234,7 +234,7 @@ def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outloo
     eval_records = None
     if config.data.eval:
         eval_records = open_records(with_inputs_of(config.data, records), "eval")
-        check_same_labels(eval_records, records)
+        eval_records = beside_training(eval_records, records, config.data)
     batch = config.data.global_batch_size
     assert batch is not None
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)

@@ -40,7 +40,7 @@ from horovod_train.data.schema import (
     find_schema,
     schema_of_names,
 )
-from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
+from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of, same_content
 from horovod_train.data.storage import Storage
 from horovod_train.data.subsets import DataSet, Entry, Selection, fold_records, hold_out, mix, split_by_entry
 from horovod_train.data.tfrecord.source import open_tfrecords
@@ -172,7 +172,20 @@ def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     if any(entry.repeats > 1 for entry in split_files.entries):
         source = mix(source, split_files.entries)
     notes = [*split_files.notes, *records.notes]
+    if needs_labels:  # of what is only predicted some is identified by its names
+        notes += _read_twice(setting=f"data.{split}", parts=records.source.parts)
     return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets, notes=notes)
+
+
+def _read_twice(setting: str, parts: Sequence[Part]) -> Iterator[str]:
+    """Yield a sentence if some files hold what others do."""
+    pairs = [(path, first) for path, first in same_content(parts, parts) if path != first]
+    if pairs:
+        more = f", as are those of {len(pairs) - 1} more files" if len(pairs) > 1 else ""
+        yield (
+            f"{setting}: {pairs[0][0]} holds the same as {pairs[0][1]}, so its records are read twice{more}. Leave it "
+            "out, or write repeats: 2 if that is meant."
+        )
 
 
 def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> SplitFiles:
@@ -286,9 +299,22 @@ def with_inputs_of(config: DataConfig, records: Records) -> DataConfig:
     return dataclasses.replace(config, inputs=config.inputs or schema.inputs, features={**texts, **config.features})
 
 
-def check_same_labels(records: Records, training: Records) -> None:
-    """Raise UserError if a label of the records stands for another class than in the training records."""
+def beside_training(records: Records, training: Records, config: DataConfig) -> Records:
+    """Return the records to evaluate on, with a note if some are trained on too, in files that both splits have.
+
+    Raises UserError if a label of the records stands for another class than in the training records.
+    """
     check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
+    is_parted = config.fold or config.eval_fraction
+    pairs = [] if is_parted else same_content(records.stored, training.stored)
+    if not pairs:
+        return records
+    more = f" ({len(pairs) - 1} more files are in both)" if len(pairs) > 1 else ""
+    note = (
+        f"{records.setting}: {pairs[0][0]} holds the records of {pairs[0][1]}, which are trained on{more}; evaluation "
+        "would show what was learnt by heart. Give other records, or data.eval_fraction."
+    )
+    return dataclasses.replace(records, notes=[*records.notes, note])
 
 
 def other_kinds(records: Records, trained: Mapping[str, Feature], where: str) -> Iterator[str]:

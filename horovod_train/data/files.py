@@ -32,6 +32,8 @@ INDEX_NAME = "index.npz"
 
 _NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
+_COPIES = ("*.bak", "*~", "*.tmp", "*.crc")
+"""Names that editors and programs give to copies and checksums of files, beside them."""
 _LOCK = Artifact("a lock", r".+\.(npz|unpacked|dataset)\.lock")
 
 
@@ -44,7 +46,7 @@ class FileList(NamedTuple):
     counts: list[int]
     """How many of them each path stands for."""
     notes: list[str]
-    """What else is in the folders and is not read."""
+    """What else is in the folders, or fits the globs, and is not read."""
 
 
 def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], storage: Storage = DEFAULT) -> FileList:
@@ -58,22 +60,22 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
         entries = [(path, storage.is_folder(path)) for path in paths]
         fitting = (pattern for pattern in patterns if any(_fits(*entry, pattern, storage) for entry in entries))
         kind = next(fitting, first)
-        lists = [
-            _list_folder(path, setting, kind, storage) if is_folder else _list_glob(path, setting, storage)
-            for path, is_folder in entries
-        ]
+        lists, left_out = [], dict[str, str]()
+        for path, is_folder in entries:
+            if is_folder:
+                names, others, read = _list_folder(path, setting, kind, storage), _left_out(path, kind, storage), kind
+            else:
+                names, others = _list_glob(path, setting, storage)
+                read = f"files that are not {', '.join(_COPIES)}"
+            lists.append(names)
+            left_out[path] = left_out_note(path, others, read)
     except OSError as error:
         raise unreadable(error)(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
     files = [name for names in lists for name in names]
     check_named_once(files, setting)
     for name in files:
         check_regular(name)
-    notes = [
-        left_out_note(path, _left_out(path, kind, storage), kind)
-        for path, is_folder in dict.fromkeys(entries)
-        if is_folder
-    ]
-    return FileList(kind, files, [len(names) for names in lists], [note for note in notes if note])
+    return FileList(kind, files, [len(names) for names in lists], [note for note in left_out.values() if note])
 
 
 def check_regular(path: str) -> None:
@@ -110,14 +112,14 @@ def is_no_record(name: str) -> bool:
 def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
     """Return what is in a folder of records beside them: files of other names, and folders with records."""
     if not is_remote(folder):
-        others = [name for name in loose_files(folder) if not fits(name, pattern)]
+        others = [name for name in loose_files(folder) if not _is_of(name, pattern)]
         subfolders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         for name in subfolders:
             with contextlib.suppress(OSError):  # it is not read: there may be no right to, as in lost+found
                 others += [f"{name}/"] * bool(_record_files(os.path.join(folder, name), pattern, storage))
         return others
     # Whether a name is that of a folder would take a request for each; those of files have a suffix.
-    names = [name for name in storage.names(folder) if "." in name and not fits(name, pattern)]
+    names = [name for name in storage.names(folder) if "." in name and not _is_of(name, pattern)]
     return [name for name in names if not is_no_record(name)]
 
 
@@ -174,8 +176,17 @@ def fits(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name.lower(), pattern)
 
 
+def _is_copy(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _COPIES)
+
+
+def _is_of(name: str, pattern: str) -> bool:
+    """Return whether a file in a folder is one of the folder's records of a kind."""
+    return fits(name, pattern) and not _is_copy(name)
+
+
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob does
+    names = [name for name in storage.names(folder) if _is_of(name, pattern) and not name.startswith(".")]  # as glob
     return [os.path.join(folder, name) for name in names]
 
 
@@ -194,12 +205,18 @@ def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> l
     raise UserError(f"{setting}: {folder} holds no {pattern} files.{hint}")
 
 
-def _list_glob(pattern: str, setting: str, storage: Storage) -> list[str]:
+def _list_glob(pattern: str, setting: str, storage: Storage) -> tuple[list[str], list[str]]:
+    """Return the files of a glob, and the names of copies that fit it too and are not read; or a file itself.
+
+    Copies are read where the glob ends as their names do, or fits nothing else.
+    """
     if storage.exists(pattern):  # the name of a file may look like a glob
-        return [pattern]
+        return [pattern], []
     names = [name for name in matching(pattern, storage) if not name.endswith(INDEX_NAME)]
+    copies = [] if _is_copy(pattern) else [name for name in names if _is_copy(name)]
     if names:
-        return names
+        left_out = copies if len(copies) < len(names) else []
+        return [name for name in names if name not in left_out], [os.path.basename(name) for name in left_out]
     if glob.has_magic(pattern):
         raise UserError(f"{setting}: {pattern} matches no file.")
     existing: str | None = pattern

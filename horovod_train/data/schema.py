@@ -225,8 +225,8 @@ def check_names_of_numbers(names: Sequence[str], where: str) -> None:
         if label != number:
             raise UserError(
                 f"{where}: class_names: label {label} would be named {names[label]}, because names are in the order of "
-                f"labels, which are numbers here. Give them in the order 0, 1, 2, …; if {label} does mean {names[label]}, "
-                f"give names that are no numbers, like 'class {names[label]}'."
+                f"labels, which are numbers here. Give them in the order 0, 1, 2, …; or, if {label} does mean "
+                f"{names[label]}, names that are no numbers, like 'class {names[label]}'."
             )
 
 

@@ -71,6 +71,13 @@ def problems_of(parts: Sequence[Part]) -> list[str]:
     return [f"{part.path}: {part.problem}" for part in parts if part.problem]
 
 
+def same_content(parts: Sequence[Part], others: Sequence[Part]) -> list[tuple[str, str]]:
+    """Return the path of each part that holds the records of one of the others, and the first such other's path."""
+    by_content = {(other.size, other.records, other.digest): other.path for other in reversed(others) if other.records}
+    pairs = [(part.path, by_content.get((part.size, part.records, part.digest))) for part in parts]
+    return [(path, other) for path, other in pairs if other is not None]
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """All blocks of a source, in the order of the records. A record's number is its position in that order."""

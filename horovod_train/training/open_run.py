@@ -32,8 +32,8 @@ from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import (
     Records,
     Split,
+    beside_training,
     check_counts,
-    check_same_labels,
     other_kinds,
     scan_records,
     with_class_names_of,
@@ -381,9 +381,9 @@ def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) ->
     for split in splits:
         opened[split] = scan_records(config, split, needs_labels=needs_labels)
         config = with_inputs_of(config, opened[split])
-    first, *further = opened.values()
-    for records in further:
-        check_same_labels(records, first)
+    (_, first), *further = opened.items()
+    for split, records in further:
+        opened[split] = beside_training(records, first, config)
         for line in other_kinds(records, first.schema.features, first.setting):
             log.warning(line)
     if "train" in opened:

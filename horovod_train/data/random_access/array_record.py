@@ -11,7 +11,7 @@ from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.random_access.store import FileStore, check_local, even_blocks
 from horovod_train.data.source import parser_of_examples
 from horovod_train.errors import UserError, reading
-from horovod_train.host import OpenFiles, Opened
+from horovod_train.host import Opened, OpenFiles
 
 _NO_READAHEAD = "readahead_buffer_size:0"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from made_stores import write_npy, write_parquet
 from PIL import Image
 
 from horovod_train.commands.check_data import check_records
+from horovod_train.commands.plan import open_outlook
+from horovod_train.config.settings import Config, Mixed, TrainConfig
 from horovod_train.data.dataset import open_records
 from horovod_train.errors import UserError
+from horovod_train.training import open_run
 
 IMAGE = {"image": {"shape": [4, 4, 1]}}
 ARRAYS = {"x": np.arange(6, dtype=np.float32), "y": np.arange(6)}
@@ -119,3 +124,74 @@ def test_both_splits_name_them_once(tmp_path: Path) -> None:
     (folder / "old.bin").touch()
     data = config(folder, eval=(str(folder),))
     assert len({*open_records(data, "train").notes, *open_records(data, "eval").notes}) == 1
+
+
+def test_copies_that_editors_and_programs_leave_beside_records_are_left_out(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "records")
+    for name in ("0.tfrecord.bak", "0.tfrecord~", "0.tfrecord.tmp", "0.tfrecord.crc"):
+        shutil.copy(folder / "0.tfrecord", folder / name)
+    named = "4 files are left out: 0.tfrecord.bak, 0.tfrecord.crc, 0.tfrecord.tmp and 1 more. Read are only"
+    for path in (folder, folder / "*.tfrecord*"):
+        records = open_records(config(path), "train")
+        assert records.num_records == 70
+        (note,) = records.notes
+        assert note.startswith(f"{path}: {named} ")
+    assert open_records(config(folder / "*.bak"), "train").num_records == 40  # as the glob says
+    assert open_records(config(folder / "0.tfrecord.bak"), "train").num_records == 40
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "parquet"])
+def test_a_copy_of_a_file_is_said_to_be_read_twice(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    if kind == "tfrecord":
+        make_images(folder)
+    else:
+        folder.mkdir()
+        write_parquet(folder, ARRAYS)
+    values = {} if kind == "tfrecord" else {"targets": ("y",)}
+    first = sorted(path.name for path in folder.glob(f"*.{kind}"))[0]
+    shutil.copy(folder / first, folder / f"z.{kind}")
+    (note,) = notes(folder, **values)
+    said = "so its records are read twice. Leave it out, or write repeats: 2 if that is meant."
+    assert note == f"data.train: {folder}/z.{kind} holds the same as {folder}/{first}, {said}"
+    for name in ("y", "x"):
+        shutil.copy(folder / first, folder / f"{name}.{kind}")
+    assert "read twice, as are those of 2 more files. Leave" in notes(folder, **values)[0]
+    for name in ("x", "y", "z"):
+        (folder / f"{name}.{kind}").unlink()
+    repeated = dataclasses.replace(config(folder, **values), train=(Mixed(str(folder), 3),))
+    assert not open_records(repeated, "train").notes
+
+
+def test_empty_files_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "records")
+    for name in ("x", "y"):
+        (folder / f"{name}.tfrecord").touch()
+    assert notes(folder, on_bad_record="skip") == []
+
+
+@pytest.mark.parametrize("how", ["the same folder", "a hard link", "a copy"])
+def test_records_that_are_trained_and_evaluated_on_are_named(how: str, tmp_path: Path) -> None:
+    folder, other = make_images(tmp_path / "train"), tmp_path / "eval"
+    if how == "the same folder":
+        other = folder
+    else:
+        other.mkdir()
+        {"a hard link": os.link, "a copy": shutil.copy}[how](folder / "1.tfrecord", other / "held.tfrecord")
+    data = config(folder, eval=(str(other),))
+    opened = open_run._scan(data, ["train", "eval"], needs_labels=True)
+    (note,) = opened["eval"].notes
+    more = " (2 more files are in both)" if how == "the same folder" else ""
+    pair = ("0", f"{other}/0") if how == "the same folder" else ("1", f"{other}/held")
+    assert note == (
+        f"data.eval: {pair[1]}.tfrecord holds the records of {folder}/{pair[0]}.tfrecord, which are trained on{more}; "
+        "evaluation would show what was learnt by heart. Give other records, or data.eval_fraction."
+    )
+    planned = open_outlook(
+        Config(data=dataclasses.replace(data, global_batch_size=8), train=TrainConfig(epochs=1)), 1, None
+    )
+    assert planned.eval_records is not None
+    assert planned.eval_records.notes == [note]
+    for part in ({"fold": "1/5"}, {"eval_fraction": 0.2}):
+        parted = dataclasses.replace(data, eval=data.train, **part)
+        assert open_run._scan(parted, ["train", "eval"], needs_labels=True)["eval"].notes == []
