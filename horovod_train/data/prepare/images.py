@@ -84,7 +84,7 @@ def _write_folders(arguments: argparse.Namespace) -> None:
         path = files[record]
         name = path.parent.name
         return {
-            "image/encoded": _read(path, arguments.channels),
+            "image/encoded": _read(path, image),
             "image/class/label": labels[name],
             "image/class/text": name,
             "image/filename": path.name,
@@ -128,19 +128,24 @@ def list_images(folder: str) -> ImageList:
     return ImageList(classes, images, left_out_note(folder, others, f"{kinds} in its folders"))
 
 
-def _read(path: Path, channels: int) -> bytes:
-    """Return the file's bytes, after Pillow has verified that it is a complete image that TensorFlow can decode."""
+def _read(path: Path, feature: Feature) -> bytes:
+    """Return the file's bytes, after Pillow and TensorFlow have decoded it. Raises UserError if training could not."""
+    from horovod_train.data.transforms import image_problem  # loads TensorFlow
+
     pillow = import_extra("PIL.Image", "images", "prepare images")
     try:
         with pillow.open(path, formats=_FORMATS) as image:
             image.load()
             kind, mode, is_animated = image.format, image.mode, getattr(image, "is_animated", False)
-        if channels == 1 and kind in ("WEBP", "BMP", "GIF"):
+        if feature.shape[2] == 1 and kind in ("WEBP", "BMP", "GIF"):
             raise UserError(f"{path}: TensorFlow decodes {kind} in colours only. Store it as PNG, or use --channels 3.")
         if (kind, is_animated) == ("WEBP", True) or (kind, mode) == ("BMP", "P"):
             what = "an animation" if is_animated else "a palette, which is ignored"
             raise UserError(f"{path}: TensorFlow does not decode a {kind} with {what}. Store it as PNG.")
-        return path.read_bytes()
+        content = path.read_bytes()
+        if problem := image_problem(feature, content):
+            raise UserError(f"{path}: {problem}.")
+        return content
     except pillow.UnidentifiedImageError as error:
         raise UserError(f"{path}: is no JPEG, PNG, WebP, BMP or GIF. Remove it or put an image there.") from error
     except (RunError, MemoryError):

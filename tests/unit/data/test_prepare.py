@@ -342,6 +342,29 @@ def test_an_image_that_tensorflow_cannot_decode_is_not_stored(
         run("images", "--images", tmp_path / "images", *words, "--out", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "said"),
+    [
+        ("a.webp", "RGBA", "expected an image as JPEG, .* cannot be decoded: "),
+        ("a.png", "I;16", "a PNG of 16 bits, of which 8 would be read"),
+        ("a.bmp", "1", "expected an image as JPEG, .* cannot be decoded: "),
+        ("cut.png", "RGB", "expected an image as JPEG, .* cannot be decoded: "),
+    ],
+)
+def test_an_image_that_training_would_call_bad_is_not_stored(name: str, mode: str, said: str, tmp_path: Path) -> None:
+    """Each of them is one for Pillow."""
+    (tmp_path / "images/cat").mkdir(parents=True)
+    path = tmp_path / "images/cat" / name
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 4), np.uint8), "RGBA")
+    (image.convert("L").convert("I;16") if mode == "I;16" else image.convert(mode)).save(path)
+    if name == "cut.png":
+        path.write_bytes(path.read_bytes()[:-14])
+    with Image.open(path) as opened:
+        opened.load()
+    with pytest.raises(UserError, match=f"cat/{name}: {said}"):
+        run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
+
+
 @pytest.mark.parametrize("can_lock", [True, False])
 def test_processes_that_make_one_dataset_together_leave_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_lock: bool
