@@ -8,6 +8,8 @@ import io
 import logging
 import os
 import re
+import sys
+from array import array as array_of
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import cast
 
@@ -23,6 +25,8 @@ Arrays = dict[str, np.ndarray]
 VECTOR = "inputs"
 _RAW_VALUES = 16
 """From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
+_SHARED = 4
+"""Cells of up to so many characters are kept once: an object for each would take 20 times their room."""
 _BOOLEANS = {"true": 1, "false": 0}
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "nan", "-nan", "-", "?"}
@@ -193,29 +197,23 @@ def load_table(
     with reading(path):
         content = storage.read_all(path)
     try:
-        text = content.decode("utf-8-sig")
+        separator = _separator(content.partition(b"\n")[0].decode("utf-8-sig"))
+        columns, lines = _read_columns(content, separator, path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not a csv file: {error}.") from error
-    separator = _separator(text.partition("\n")[0])
-    lines = [(number, [cell.strip() for cell in row]) for number, row in _rows(text, separator, path) if row]
-    if len(lines) < 2 - may_be_empty:
-        raise UserError(f"{path}: expected a header and at least one record; it has {len(lines)} lines.")
-    names = lines[0][1]
-    if len(set(names)) < len(names):
-        raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
-    if len(lines) == 1:
-        return {name: np.empty(0, object) for name in names}
-    for number, row in lines[1:]:
-        if len(row) != len(names):
-            raise UserError(f"{path}:{number}: expected {len(names)} cells, as in the header; got {len(row)}.")
-        if "" in row:
-            raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
+    del content
+    if not columns or (not lines and not may_be_empty):
+        found = "a header alone" if columns else "no line"
+        raise UserError(f"{path}: expected a header and at least one record; it has {found}.")
+    if not lines:
+        return {name: np.empty(0, object) for name, _ in columns}
     table, point = {}, "," if separator == ";" else "."
-    columns = dict(zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True))
-    if "" in columns and len(columns) > 1:
-        del columns[""]
-        log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
-    for name, cells in columns.items():
+    has_commas, with_point = False, ""
+    while columns:  # each column's cells are freed when it is an array
+        name, cells = columns.pop(0)
+        if not name and (table or columns):
+            log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
+            continue
         names_of_classes = (class_names or {}).get(name, ())
         if name in texts or any(_column([each], point).dtype != object for each in names_of_classes):
             table[name] = np.array(cells, object)
@@ -224,52 +222,62 @@ def load_table(
         missing = _find_missing(cells, point) if table[name].dtype == object else None
         if missing is not None:
             raise UserError(
-                f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
+                f"{path}:{lines[missing]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
                 "leave the line out."
             )
         if table[name].dtype.kind == "f" and np.isinf(table[name]).any():
             place = int(np.isinf(table[name]).argmax())
             raise UserError(
-                f"{path}:{lines[1 + place][0]}: {name}: expected a finite number that float32 holds; received "
+                f"{path}:{lines[place]}: {name}: expected a finite number that float32 holds; received "
                 f"{cells[place]!r:.60}."
             )
-    if point == ",":
-        numbers = {name: cells for name, cells in columns.items() if table[name].dtype != object}
-        _check_points(numbers, [number for number, _ in lines[1:]], path)
+        if point == "," and table[name].dtype != object:
+            has_commas = has_commas or any(map(_DECIMAL_COMMA.fullmatch, cells))
+            found_here = (f"{lines[at]}: {name}: {cell}" for at, cell in enumerate(cells) if "." in cell)
+            with_point = with_point or next(found_here, "")
+    if has_commas and with_point:  # it may stand between thousands
+        raise UserError(
+            f"{path}:{with_point} has a point, and other numbers of the file have decimal commas; write thousands "
+            "without points, and decimals alike."
+        )
     return table
 
 
-def _check_points(numbers: Mapping[str, Sequence[str]], lines: Sequence[int], path: str) -> None:
-    """Raise UserError for a point in a file of decimal commas: it may stand between thousands.
+def _read_columns(content: bytes, separator: str, path: str) -> tuple[list[tuple[str, list[str]]], Sequence[int]]:
+    """Return the names and the cells of columns, and the line of each record. Raises UserError, UnicodeDecodeError."""
+    rows = _rows(content, separator, path)
+    names = next((row for _, row in rows), [])
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
+    columns, lines = [(name, list[str]()) for name in names], array_of("q")
+    for line, row in rows:
+        if len(row) != len(names):
+            raise UserError(f"{path}:{line}: expected {len(names)} cells, as in the header; got {len(row)}.")
+        if "" in row:
+            raise UserError(f"{path}:{line}: {names[row.index('')]} is empty; fill it or leave the line out.")
+        for (_, cells), cell in zip(columns, row, strict=True):
+            cells.append(sys.intern(cell) if len(cell) <= _SHARED else cell)
+        lines.append(line)
+    return columns, lines
 
-    numbers: the cells of columns of numbers. lines: where each record is.
-    """
-    if not any(_DECIMAL_COMMA.fullmatch(cell) for cells in numbers.values() for cell in cells):
-        return
-    for name, cells in numbers.items():
-        place = next((place for place, cell in enumerate(cells) if "." in cell), None)
-        if place is not None:
-            raise UserError(
-                f"{path}:{lines[place]}: {name}: {cells[place]} has a point, and other numbers of the file have "
-                "decimal commas; write thousands without points, and decimals alike."
-            )
 
-
-def _rows(text: str, separator: str, path: str) -> Iterator[tuple[int, list[str]]]:
+def _rows(content: bytes, separator: str, path: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the last line and the cells of each row. Raises UserError for a quote that is not closed, or not doubled.
 
     Python's reader would otherwise take all that follows such a quote for one cell, up to the next one.
     """
     after_quotes = rf"[ ]+(?=[{separator}\r\n]|$)"
-    if re.search(f'"{after_quotes}', text):  # blanks that a strict reader refuses
+    if re.search(f'"{after_quotes}'.encode(), content):  # blanks that a strict reader refuses
         quoted_cell = rf'((?:^|[{separator}\r\n]) *"[^"]*(?:""[^"]*)*")(?:{after_quotes})?'
-        text = re.sub(quoted_cell, r"\1", text)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+        content = re.sub(quoted_cell.encode(), rb"\1", content)
+    text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True)
     line = 0
     try:
         for row in reader:
             line = reader.line_num
-            yield line, row
+            if row:
+                yield line, [cell.strip() for cell in row]
     except csv.Error as error:
         raise UserError(
             f"{path}:{line + 1}: expected a row of a csv file; up to line {reader.line_num}: {error}. A cell that "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,18 @@ def test_texts_in_quotes_are_read_as_they_are_quoted(tmp_path: Path) -> None:
     columns = load_table(table(tmp_path, "text,y", *(f"{text},{n}" for n, text in enumerate([*texts, '5" pipe']))))
     assert columns["text"].tolist() == ["a, b", "two\nlines", 'say "no" , x', '"a" , b', "b", "c", '5" pipe']
     assert columns["y"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_table_takes_a_few_times_its_file_while_it_is_read(tmp_path: Path) -> None:
+    """Small numbers, of which each took 30 times its room."""
+    path = table(tmp_path, "a,b,c,y", *(f"{n % 97},{n % 89},{n % 83},{n % 3}" for n in range(200_000)))
+    tracemalloc.start()
+    try:
+        load_table(path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10 * Path(path).stat().st_size
 
 
 @pytest.mark.parametrize("cell", ["NA", "n/a", "null", "-", " None ", "NaN"])
