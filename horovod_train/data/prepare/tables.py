@@ -270,6 +270,7 @@ def _rows(content: bytes, separator: str, path: str) -> Iterator[tuple[int, list
     if re.search(f'"{after_quotes}'.encode(), content):  # blanks that a strict reader refuses
         quoted_cell = rf'((?:^|[{separator}\r\n]) *"[^"]*(?:""[^"]*)*")(?:{after_quotes})?'
         content = re.sub(quoted_cell.encode(), rb"\1", content)
+    csv.field_size_limit(sys.maxsize)  # of the whole process; what Python's 131 072 guards against is in memory already
     text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
     reader = csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True)
     line = 0

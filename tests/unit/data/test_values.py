@@ -92,6 +92,11 @@ def test_texts_in_quotes_are_read_as_they_are_quoted(tmp_path: Path) -> None:
     assert columns["y"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
+def test_a_cell_may_be_as_long_as_it_is(tmp_path: Path) -> None:
+    text = "word " * 50_000
+    assert load_table(table(tmp_path, "y,text", f"0,{text}", "1,short"))["text"].tolist() == [text.strip(), "short"]
+
+
 def test_a_table_takes_a_few_times_its_file_while_it_is_read(tmp_path: Path) -> None:
     """Small numbers, of which each took 30 times its room."""
     path = table(tmp_path, "a,b,c,y", *(f"{n % 97},{n % 89},{n % 83},{n % 3}" for n in range(200_000)))
