@@ -38,6 +38,7 @@ from horovod_train.data.dataset import (
     scan_records,
 )
 from horovod_train.data.files import record_folders
+from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.sampler import Plan
 from horovod_train.data.source import Blocks, split_records
@@ -187,8 +188,9 @@ def check_records(config: DataConfig) -> Report:
         return report
     try:
         records = split_files.open(readable)
-        report.bad += records.problems
-        report.notes += records.notes
+        lacks = records.source.lacks if isinstance(records.source, RandomAccessRecords) else []
+        report.bad += [*records.problems, *lacks]
+        report.notes += [note for note in records.notes if note not in lacks]
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         if len(readable) == len(split_files.files):
             check_counts(records, paths)

@@ -207,7 +207,7 @@ def load_table(
         raise UserError(f"{path}: expected a header and at least one record; it has {found}.")
     if not lines:
         return {name: np.empty(0, object) for name, _ in columns}
-    table, point = {}, "," if separator == ";" else "."
+    table, point = Arrays(), "," if separator == ";" else "."
     has_commas, with_point = False, ""
     while columns:  # each column's cells are freed when it is an array
         name, cells = columns.pop(0)

@@ -93,6 +93,7 @@ class HDF5File(FileStore):
                     f"{path}: {name} is {dtype}{list(dataset.shape)}, and the file has {self.size} bytes; expected "
                     "values that are there. The file is damaged, or was never filled."
                 )
+        self.lack = " ".join(filter(None, (_lack_of(dataset, name, path) for name, dataset in datasets.items())))
         lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
         records = check_lengths(lengths, path, setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.
@@ -117,6 +118,21 @@ class HDF5File(FileStore):
 
         file = h5py.File(self._remote or self.path, "r", locking=_LOCKING)
         return {name: file[name] for name in self._names}, file.close
+
+
+def _lack_of(dataset: Any, name: str, path: str) -> str:
+    """Return a sentence for values that were never written, as where a writer has died; "" if there are none."""
+    of_chunks = zip(dataset.shape, dataset.chunks or dataset.shape, strict=True)
+    chunks = math.prod(-(-length // of_chunk) if of_chunk else 0 for length, of_chunk in of_chunks)
+    written = dataset.id.get_num_chunks() if dataset.chunks else int(dataset.id.get_storage_size() > 0)
+    if written >= chunks:
+        return ""
+    what = (
+        f"{written} of {chunks} chunks were ever written; the others read"
+        if written
+        else "was never written, and reads"
+    )
+    return f"{path}: {name}: {what} as the fill value. Write the file again, if its writer has died."
 
 
 def open_hdf5(file: Any, name: str, kind: str = "HDF5", **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -74,6 +74,10 @@ class Store(Protocol):
     def note(self) -> str:
         """Return what users should know before a run; "" if nothing."""
 
+    @property
+    def lack(self) -> str:
+        """Return what is not in the files though it can be read, which check-data counts as a fault; "" if nothing."""
+
     def read(self, first: int, last: int) -> Arrays | list[bytes]:
         """Return the records [first, last): arrays by name with these rows, or what is serialized.
 
@@ -132,6 +136,7 @@ class FileStore:
     """What stores of files have in common. A Store, once it has `blocks` and `read`."""
 
     note = ""
+    lack = ""
     are_files = False
 
     def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:

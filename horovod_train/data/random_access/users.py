@@ -31,6 +31,7 @@ class UsersStore:
     """The records that an object of a user's class gives. A Store."""
 
     are_files = False
+    lack = ""
 
     def __init__(self, path: str, request: Request, spec: Spec) -> None:
         """Build the object. Raises UserError for anything that is wrong with its class."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,28 @@ def test_a_damaged_chunk_of_hdf5_is_named_or_skipped(tmp_path: Path) -> None:
         read(pipeline(data))
     left = ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip"))))
     assert sorted(left) == [*range(50), *range(100, RECORDS)]
+
+
+@pytest.mark.parametrize("layout", ["chunks", "contiguous"])
+def test_rows_of_hdf5_that_were_never_written_are_named_and_are_a_fault(layout: str, tmp_path: Path) -> None:
+    chunked = {"chunks": (10, 3)} if layout == "chunks" else {}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["y"] = np.arange(1000)
+        file.create_dataset("x", (1000, 4), np.float32, **chunked)
+        file.create_dataset("later", (0, 4), np.float32, maxshape=(None, 4), chunks=(10, 4))  # holds nothing
+        if chunked:
+            file["x"][:300] = 1.0
+    data = config(tmp_path / "a.h5", inputs=("x",), targets=("y",))
+    records = open_records(data, "train")
+    written = "60 of 200 chunks were ever written; the others read" if chunked else "was never written, and reads"
+    said = f"{tmp_path}/a.h5: x: {written} as the fill value. Write the file again, if its writer has died."
+    assert records.notes == [said]
+    report = check_records(data)
+    assert (report.bad, report.notes) == ([said], [])
+    shutil.copy(tmp_path / "a.h5", tmp_path / "b.h5")
+    with h5py.File(tmp_path / "b.h5", "r+") as file:
+        file["x"][:] = 0.0
+    assert open_records(config(tmp_path / "b.h5", inputs=("x",), targets=("y",)), "train").notes == []
 
 
 def test_a_damaged_row_group_is_read_up_to_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
