@@ -25,6 +25,8 @@ Arrays = dict[str, np.ndarray]
 VECTOR = "inputs"
 _RAW_VALUES = 16
 """From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
+_ALL_WHOLE = 2**24
+"""float32 holds each whole number up to this."""
 _SHARED = 4
 """Cells of up to so many characters are kept once: an object for each would take 20 times their room."""
 _BOOLEANS = {"true": 1, "false": 0}
@@ -75,6 +77,21 @@ def join_splits(
     return {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}, splits
 
 
+def _warn_of_rounding(numbers: np.ndarray, path: str, name: str) -> None:
+    """Warn of different whole numbers, such as ids or times, of which float32 makes one. Others are only rounded."""
+    beyond = np.abs(numbers) > _ALL_WHOLE
+    if not beyond.any():
+        return
+    whole = numbers[beyond]
+    if numbers.dtype.kind == "f":  # of larger ones float64 may have made one already
+        whole = whole[(whole == np.rint(whole)) & (np.abs(whole) < 2**53)]
+    if len(np.unique(whole.astype(np.float32))) < len(np.unique(whole)):
+        log.warning(
+            f"{path}: {name}: some of its whole numbers beyond 2^24 become one as float32. Subtract their least, or "
+            "split them, if they must stay different."
+        )
+
+
 def _feature(array: np.ndarray) -> Feature:
     shape, dtype = array.shape[1:], array.dtype
     if dtype.kind in "SUO":
@@ -123,6 +140,15 @@ def _load_arrays(arguments: argparse.Namespace, path: str) -> Arrays:
             raise UserError(f"{path}: {name} is {array.dtype}{list(array.shape)}; expected rows of numbers or strings.")
         if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
             raise UserError(f"{path}: {name} holds {array.max()}; records hold whole numbers up to 2^63 - 1.")
+        if array.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                too_large = np.isinf(array.astype(np.float32)) & np.isfinite(array)
+            if too_large.any():
+                raise UserError(
+                    f"{path}: {name} holds {array[too_large][0]:g}; records hold numbers as float32, up to 3.4e38. "
+                    "Scale the array."
+                )
+            _warn_of_rounding(array, path, name)
         if len(array) != len(arrays[names[0]]):
             raise UserError(
                 f"{path}: {name} has {len(array)} rows, {names[0]} {len(arrays[names[0]])}; they must match."
@@ -167,14 +193,17 @@ def _write_csv(arguments: argparse.Namespace) -> None:
         if text is not None:
             raise UserError(f"{arguments.eval_file}: {text}: expected numbers, as for training; received text.")
 
-    def choose(table: Arrays) -> Arrays:
+    def choose(table: Arrays, path: str) -> Arrays:
         chosen = {name: table[name] for name in [*inputs, *arguments.targets]}
         if not joined:
             return chosen
+        for name in inputs:
+            _warn_of_rounding(table[name], path, name)
         vector = np.stack([table[name].astype(np.float32) for name in inputs], axis=1)
         return {VECTOR: vector, **{name: table[name] for name in arguments.targets}}
 
-    _write(arguments, choose(table), eval_table and choose(eval_table), [VECTOR] if joined else inputs)
+    eval_arrays = eval_table and choose(eval_table, arguments.eval_file)
+    _write(arguments, choose(table, arguments.file), eval_arrays, [VECTOR] if joined else inputs)
 
 
 def load_table(
@@ -231,6 +260,8 @@ def load_table(
                 f"{path}:{lines[place]}: {name}: expected a finite number that float32 holds; received "
                 f"{cells[place]!r:.60}."
             )
+        if table[name].dtype.kind == "f" and (np.abs(table[name]) >= _ALL_WHOLE).any():
+            _warn_of_rounding(np.array([float(cell.replace(point, ".")) for cell in cells]), path, name)
         if point == "," and table[name].dtype != object:
             has_commas = has_commas or any(map(_DECIMAL_COMMA.fullmatch, cells))
             found_here = (f"{lines[at]}: {name}: {cell}" for at, cell in enumerate(cells) if "." in cell)

@@ -310,6 +310,25 @@ prepare.run(parser.parse_args(["mlp-samples", "--records", "3000000", "--out", {
         open_records(config(tmp_path / "out/train"), "train")
 
 
+def test_numbers_that_records_do_not_hold_are_refused_or_said(tmp_path: Path, said: list[str]) -> None:
+    np.savez(tmp_path / "a.npz", x=np.array([1.0, 1e300]), y=np.array([0.5, np.inf]))
+    with pytest.raises(UserError, match=r"a\.npz: x holds 1e\+300; records hold numbers as float32, up to 3\.4e38\."):
+        run("npz", "--file", tmp_path / "a.npz", "--inputs", "x", "--out", tmp_path / "out")
+    run("npz", "--file", tmp_path / "a.npz", "--inputs", "y", "--out", tmp_path / "out")  # as it is there too
+    assert not said
+    numbers = np.arange(2**24, 2**24 + 9)
+    np.savez(tmp_path / "b.npz", x=numbers.astype(np.float64), y=numbers)
+    run("npz", "--file", tmp_path / "b.npz", "--inputs", "x", "y", "--out", tmp_path / "b")
+    start = "some of its whole numbers beyond 2^24 become one as float32"
+    assert [line.partition(start)[0] for line in said] == [f"warning: {tmp_path}/b.npz: x: "]
+    said.clear()
+    (tmp_path / "c.csv").write_text("a,b,y\n" + "".join(f"{number},0.5,1\n" for number in numbers))
+    run("csv", "--file", tmp_path / "c.csv", "--targets", "y", "--separate", "--out", tmp_path / "separate")
+    assert not said
+    run("csv", "--file", tmp_path / "c.csv", "--targets", "y", "--out", tmp_path / "joined")
+    assert [line.partition(start)[0] for line in said] == [f"warning: {tmp_path}/c.csv: a: "]
+
+
 def test_a_failed_prepare_leaves_nothing_at_all(tmp_path: Path) -> None:
     (tmp_path / "images/cat").mkdir(parents=True)
     (tmp_path / "images/cat/1.png").write_bytes(b"no image")

@@ -128,6 +128,19 @@ def test_a_number_that_float32_does_not_hold_is_named(cell: str, tmp_path: Path)
     assert str(raised.value) == f"{tmp_path}/{said}"
 
 
+def test_whole_numbers_that_float32_makes_one_of_are_said(tmp_path: Path, said: list[str]) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{2**24 + n}.0,{rng.random()!r},{rng.normal() * 1e20!r},{rng.integers(2**40)},{n}.5" for n in range(5000)]
+    load_table(table(tmp_path, "id,decimal,large,whole,half", *rows))
+    (line,) = said
+    assert line.startswith(
+        f"warning: {tmp_path}/t.csv: id: some of its whole numbers beyond 2^24 become one as float32"
+    )
+    said.clear()
+    load_table(table(tmp_path, "id", "16777216.0", "16777218.5"))
+    assert not said
+
+
 @pytest.mark.parametrize("form", WRITERS)
 def test_records_with_numbers_that_are_not_finite_are_named(form: str, tmp_path: Path) -> None:
     x = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
