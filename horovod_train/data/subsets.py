@@ -105,9 +105,12 @@ def held_out_records(records: int, fraction: float) -> np.ndarray:
     """Return which records are held out: bool [records]. Of each 1 / fraction neighbours one is, drawn by number."""
     numbers = np.arange(records)
     group = np.floor(numbers * fraction)
-    by_draw = np.lexsort((counter_rng.integers(counter_rng.key(_FRACTION), numbers), group))
+    draws = counter_rng.integers(counter_rng.key(_FRACTION), numbers)
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    least = np.minimum.reduceat(draws, starts)
+    found = np.flatnonzero(draws == np.repeat(least, np.diff(np.append(starts, records))))
     is_in = np.zeros(records, bool)
-    is_in[by_draw[np.unique(group, return_index=True)[1]]] = True  # the first of each group in the order of draws
+    is_in[found[np.diff(group[found], prepend=-1) > 0]] = True  # the first of each group, if draws are equal
     return is_in
 
 
