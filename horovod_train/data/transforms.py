@@ -112,8 +112,12 @@ def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: Im
 def image_problem(feature: Feature, file: bytes) -> str | None:
     """Return what is wrong with an image; None if nothing is."""
     if file.startswith(_PNG) and len(file) >= _PNG_HEAD and _changes_numbers(feature, *file[_PNG_HEAD - 2 : _PNG_HEAD]):
-        has_palette = file[_PNG_HEAD - 1] == _PALETTE
-        what = "with a palette, whose colours would be read" if has_palette else "of 16 bits, of which 8 would be read"
+        depth = file[_PNG_HEAD - 2]
+        what = f"of depth {depth}, whose numbers would be scaled up to 255"
+        if depth == 16:
+            what = "of 16 bits, of which 8 would be read"
+        if file[_PNG_HEAD - 1] == _PALETTE:
+            what = "with a palette, whose colours would be read"
         return f"a PNG {what}; expected numbers stored as 8 bits of grey"
     if feature.classes and file.startswith(_JPEG):
         return "a JPEG, which does not keep numbers of classes; store masks as PNG"
@@ -204,12 +208,12 @@ def _decode_jpeg(feature: Feature, file: tf.Tensor, box: tf.Tensor, ratio: int) 
 def _changes_numbers(feature: Feature, depth: Any, colours: Any) -> Any:
     """Return whether TensorFlow would read other numbers from a PNG than it holds, where they are no colours.
 
-    Of 16 bits it keeps 8, which makes 0 of each class in a mask, and for a palette it gives colours. depth, colours: as
-    in the file's head, bytes or tensors.
+    Of 16 bits it keeps 8, which makes 0 of each class in a mask; fewer bits it scales to 255, and for a palette it
+    gives colours. depth, colours: as in the file's head, bytes or tensors.
     """
     are_classes = bool(feature.classes) or (feature.interpolation == "nearest" and feature.shape[2] == 1)
     is_deep = (depth == 16) & ((colours == _GREY) | are_classes)
-    return is_deep | ((colours == _PALETTE) & are_classes)
+    return is_deep | (((depth < 8) | (colours == _PALETTE)) & are_classes)
 
 
 def _with_its_numbers(feature: Feature, file: tf.Tensor) -> tf.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,20 @@ def test_a_mask_as_jpeg_is_a_bad_record(tmp_path: Path) -> None:
         read(made(tmp_path))
 
 
+def grey_png(numbers: np.ndarray, depth: int) -> bytes:
+    """A PNG of so many bits a pixel, which Pillow does not write of grey."""
+
+    def piece(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width = numbers.shape
+    bits = np.unpackbits(numbers.astype(np.uint8)[:, :, None], axis=2)[:, :, -depth:].reshape(height, -1)
+    lines = b"".join(b"\0" + row.tobytes() for row in np.packbits(bits, axis=1))
+    head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    parts = piece(b"IHDR", head), piece(b"IDAT", zlib.compress(lines)), piece(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [
@@ -161,6 +177,9 @@ def test_a_mask_as_jpeg_is_a_bad_record(tmp_path: Path) -> None:
         ("P", {"interpolation": "nearest"}, "with a palette, whose colours"),
         ("P", {}, ""),  # a picture
         ("L", {"classes": 21, "interpolation": "nearest"}, ""),
+        ("1", {"interpolation": "nearest"}, "a PNG of depth 1, whose numbers would be scaled up to 255; expec"),
+        ("4", {"classes": 21, "interpolation": "nearest"}, "a PNG of depth 4, whose numbers would"),
+        ("1", {}, ""),  # a picture
     ],
 )
 def test_numbers_that_a_png_would_lose_are_a_bad_record(
@@ -172,7 +191,11 @@ def test_numbers_that_a_png_would_lose_are_a_bad_record(
         image.putpalette([value for number in range(256) for value in (number, 255 - number, 7 * number % 256)])
     elif kind == "I;16":
         image = Image.fromarray(mask_of(1).astype(np.uint16))
+    elif kind == "1":
+        image = image.point(lambda number: 255 * (number % 2)).convert("1")
     image.save(out, "PNG")
+    if kind == "4":
+        out = io.BytesIO(grey_png(mask_of(1) % 16, depth=4))
     write_file(tmp_path / "a.tfrecord", [example(image=out.getvalue(), mask=png(mask_of(1)))] * 4)
     feature = {"type": "bytes", "decode": "image", "shape": [12, 16, 1], **settings}
     mask = {"type": "bytes", "decode": "image", "shape": [12, 16, 1]}
