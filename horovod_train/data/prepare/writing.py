@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import glob
 import math
 import os
 import re
@@ -67,6 +68,10 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
     place = Path(os.path.abspath(out))
+    for draft in sorted(place.parent.glob(f".{glob.escape(place.name)}.*.partial")):
+        with contextlib.suppress(OSError):  # of what is not ours, too
+            check(draft, _DRAFT)
+            to_stdout(f"note: {draft} is left of a prepare that was killed, or one is running; remove it if none is.")
     try:
         check(place, DATASET)
     except OSError as error:

@@ -310,6 +310,17 @@ prepare.run(parser.parse_args(["mlp-samples", "--records", "3000000", "--out", {
         open_records(config(tmp_path / "out/train"), "train")
 
 
+def test_what_a_killed_prepare_has_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = [tmp_path / name for name in (".out.0123abcd.partial", ".out.89abcdef.partial", ".other.0123abcd.partial")]
+    for draft in drafts:
+        (draft / "train").mkdir(parents=True)
+    (drafts[1] / "of the user").touch()
+    run("mlp-samples", "--records", 20, "--out", tmp_path / "out")
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note == f"note: {drafts[0]} is left of a prepare that was killed, or one is running; remove it if none is."
+    assert all(draft.is_dir() for draft in drafts)
+
+
 def test_numbers_that_records_do_not_hold_are_refused_or_said(tmp_path: Path, said: list[str]) -> None:
     np.savez(tmp_path / "a.npz", x=np.array([1.0, 1e300]), y=np.array([0.5, np.inf]))
     with pytest.raises(UserError, match=r"a\.npz: x holds 1e\+300; records hold numbers as float32, up to 3\.4e38\."):
