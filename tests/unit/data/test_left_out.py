@@ -177,7 +177,8 @@ def test_records_that_are_trained_and_evaluated_on_are_named(how: str, tmp_path:
         other = folder
     else:
         other.mkdir()
-        {"a hard link": os.link, "a copy": shutil.copy}[how](folder / "1.tfrecord", other / "held.tfrecord")
+        make = os.link if how == "a hard link" else shutil.copy
+        make(folder / "1.tfrecord", other / "held.tfrecord")
     data = config(folder, eval=(str(other),))
     opened = open_run._scan(data, ["train", "eval"], needs_labels=True)
     (note,) = opened["eval"].notes
@@ -193,5 +194,5 @@ def test_records_that_are_trained_and_evaluated_on_are_named(how: str, tmp_path:
     assert planned.eval_records is not None
     assert planned.eval_records.notes == [note]
     for part in ({"fold": "1/5"}, {"eval_fraction": 0.2}):
-        parted = dataclasses.replace(data, eval=data.train, **part)
+        parted = dataclasses.replace(data, eval=(str(folder),), **part)
         assert open_run._scan(parted, ["train", "eval"], needs_labels=True)["eval"].notes == []
