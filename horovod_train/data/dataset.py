@@ -33,7 +33,6 @@ from horovod_train.data.schema import (
     NO_SCALE,
     Feature,
     Schema,
-    check_names_of_numbers,
     check_same_classes,
     check_weight,
     dump_schema,
@@ -219,10 +218,7 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     else:
         schema = find_schema(files, config, setting, storage, _why_tfrecords(files, kind))
         check_weight(config.weight, schema)
-    if needs_labels:
-        for name, names in schema.class_names.items():
-            check_names_of_numbers(names, f"{schema.where}: {name}")
-    else:
+    if not needs_labels:
         schema = dataclasses.replace(schema, targets=())
     return SplitFiles(files, entries, lambda some: Records(SOURCES[kind](some, config), schema, setting), notes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,21 +85,15 @@ def test_cells_that_are_names_are_no_numbers(
     assert np.asarray(batch.targets).tolist() == expected
 
 
-@pytest.mark.parametrize("form", ["parquet", "npz", "hdf5", "tfrecord"])
+@pytest.mark.parametrize("form", ["parquet", "npz", "hdf5"])
 def test_labels_that_are_numbers_and_names_that_are_others_are_refused(form: str, tmp_path: Path) -> None:
     """As sorted texts of numbers are: 0, 1, 10, 11, 2. In a CSV file such labels are looked up by name."""
     names = sorted(map(str, range(12)))
     arrays = {"x": np.zeros(12, np.float32), "y": np.arange(12)}
-    if form == "tfrecord":
-        examples = [example(x=0.0, y=label) for label in range(12)]
-        path = write_file(tmp_path / "a.tfrecord", examples)
-        features: dict[str, Any] = {"x": "float", "y": {"type": "int64"}}
-    else:
-        features, path = {"y": {}}, WRITERS[form](tmp_path, arrays)
+    path = WRITERS[form](tmp_path, arrays)
 
     def named(names: list[str]) -> DataConfig:
-        given = {**features, "y": {**features["y"], "class_names": names}}
-        return DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features=given)
+        return DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features={"y": {"class_names": names}})
 
     with pytest.raises(UserError, match=r"y: class_names: label 2 would be named 10, .* like 'class 10'\.$"):
         open_records(named(names), "train")
@@ -117,6 +110,15 @@ def test_labels_that_folders_give_have_names_in_any_order(tmp_path: Path) -> Non
     config = DataConfig(train=(str(tmp_path),), targets=("label",), features={"image": {"shape": [8, 8, 3]}})
     found = with_class_names_of(config, open_records(config, "train"))
     assert open_records(found, "train").schema.class_names == {"label": tuple(names)}
+
+
+def test_prepared_labels_have_names_in_any_order(tmp_path: Path) -> None:
+    """As `prepare images` numbers folders that are called 0 to 11: their names are sorted as texts."""
+    names = sorted(map(str, range(12)))
+    path = write_file(tmp_path / "a.tfrecord", [example(x=0.0, y=label) for label in range(12)])
+    features = {"x": "float", "y": {"type": "int64", "class_names": names}}
+    config = DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features=features)
+    assert open_records(config, "train").schema.class_names == {"y": tuple(names)}
 
 
 @pytest.mark.parametrize("declared", ["bytes", {"type": "bytes"}])
