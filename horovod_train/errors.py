@@ -137,4 +137,4 @@ def one_line(error: object) -> str:
     TensorFlow begins some with the name that it gave to a function of a graph, which tells a user nothing. Keras prints
     some in bold.
     """
-    return " ".join(re.sub(r"\{\{function_node [^}]*\}\}|\x1b\[\d*m", "", str(error)).split())
+    return " ".join(re.sub(r"\{\{function_node [^{}]*\}\}|\x1b\[\d*m", "", str(error)).split())

@@ -16,7 +16,8 @@ XML has not. Not tab and \\n."""
 _MOST_IN_A_WORD, _MOST_IN_A_LINE = 200, 2000
 _LONG_WORD = re.compile(rf"\S{{{_MOST_IN_A_WORD + 1},}}")
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+# Texts may be long, such as a cell of a file: no search here begins anew at each character and reads on from there.
+_AFTER_SCHEME = re.compile(r"://\S+")
 _USER = re.compile(
     # A name and a password, but not a host and a port; or a key alone. Some passwords hold / or @.
     r"(?<=://)(?:[^\s/?#@:]*:(?!\d+/)|(?=[^\s/?#@:]{20,}@))(?:[^\s/?#]*@|[^\s@]*@)"
@@ -30,7 +31,7 @@ _IN_QUERY = re.compile(
 
 def without_secrets(text: str) -> str:
     """Return a text with … for the user, password and keys of each address in it."""
-    return _URL.sub(lambda url: _IN_QUERY.sub(r"\1…", _USER.sub("…@", url[0])), text)
+    return _AFTER_SCHEME.sub(lambda url: _IN_QUERY.sub(r"\1…", _without_user(url[0])), text)
 
 
 def printable(text: str) -> str:
@@ -50,6 +51,11 @@ def listed(names: Iterable[object], most: int = 6, noun: str = "") -> str:
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more {noun}".rstrip() if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def _without_user(url: str) -> str:
+    before, at, after = url.rpartition("@")
+    return _USER.sub("…@", before + at) + after  # without the rest, in which each :// would look for an @
 
 
 def _escape(found: re.Match[str]) -> str:

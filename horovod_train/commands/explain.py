@@ -48,6 +48,7 @@ from horovod_train.output.rank_log import (
     read_starts_of_root,
     read_stories,
 )
+from horovod_train.shown_text import error_line
 
 State = Literal["finished", "stopped", "failed", "crashed", "disappeared", "stalled", "running", "unknown"]
 WATCH_S = 2 * REFRESH_S
@@ -414,7 +415,7 @@ def _crash(story: RankStory) -> str:
     fatal = _FATAL.search(text)
     if fatal is None:
         return ""
-    frames = re.findall(r'File "(.+)", line (\d+) in', text[fatal.end() :])
+    frames = re.findall(r'File "([^"\n]+)", line (\d+) in', text[fatal.end() :])
     own = [f"{path}:{line}" for path, line in frames if "site-packages" not in path and "/lib/python" not in path]
     return f"{fatal[1]}, at {own[0]}" if own else fatal[1]
 
@@ -529,8 +530,9 @@ def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     """Return what to do about the error that ended a rank, as an imperative without a full stop."""
+    shown = error_line(error)  # short, because a pattern may begin at each word
     for pattern, advice in _BY_TEXT:
-        if re.search(pattern, error):
+        if re.search(pattern, shown):
             return advice.format(run_dir=run_dir)
     if exit_code == RanksDisagree.exit_code:
         return f"find what changes that variable on some ranks only; {log} has the traceback"

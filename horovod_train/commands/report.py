@@ -164,7 +164,7 @@ def _audit(run_dir: Path) -> str:
 
 def _is_read(info: str) -> bool:
     """Return whether `_starts` reads such a line of a log."""
-    return info.startswith(_TRAINS) or bool(_RESUMED.search(info) or _CODE.match(info))
+    return info.startswith(_TRAINS) or bool(_RESUMED.match(info) or _CODE.match(info))
 
 
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
@@ -173,7 +173,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
         entry_times = [datetime.fromisoformat(entry.time) for entry in story.entries]
         times = [(time - (first or time)).total_seconds() for time in entry_times]
         infos = [entry.text for entry in story.find("info")]
-        resumed = [_RESUMED.search(text) for text in infos]
+        resumed = [_RESUMED.match(text) for text in infos]
         yield Start(
             began_at=entry_times[0],
             ranks=story.size,

@@ -31,7 +31,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 _PACKAGE = Path(__file__).parent.parent
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _USERS_FUNCTION = re.compile(r"((?!\d)[\w.]+):\w+")
-_NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?)(\d+)")
+_NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([-+]?)(\d+)")
 """With an exponent: YAML 1.1 reads it as text unless it has a point and the exponent a sign."""
 
 

@@ -27,6 +27,7 @@ from horovod_train.data.storage import Retries
 from horovod_train.errors import UserError
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, open_atomically
+from horovod_train.shown_text import error_line
 
 _CHUNK = 4096
 _MAGIC = b"\x93NUMPY"
@@ -95,10 +96,10 @@ class Reader:
             Retries.give_up_all()
 
     def name_record(self, record: int, problem: str) -> str:
-        """Return a sentence with the place of a record and its problem. Loads its block if necessary."""
+        """Return a sentence with the place of a record and its problem, short. Loads its block if necessary."""
         (block,) = self._blocks.containing(np.array([record])).tolist()
         self.read_ahead([block])
-        return self._in_memory[block].result().name(record - int(self._blocks.first_record[block]), problem)
+        return self._in_memory[block].result().name(record - int(self._blocks.first_record[block]), error_line(problem))
 
 
 def _join(parts: Sequence[_Part], records: int) -> Data:

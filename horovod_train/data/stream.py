@@ -219,7 +219,7 @@ def _describe(error: Exception) -> str:
     if not isinstance(error, tf.errors.OpError):
         return describe_error(error)
     # TensorFlow names its node, and quotes what a generator raised with its traceback.
-    text = re.sub(r"\{\{.*?\}\}", "", str(error.message)).strip()
+    text = re.sub(r"\{\{[^{}]*\}\}", "", str(error.message)).strip()
     return text.splitlines()[0].strip().rstrip(".")
 
 

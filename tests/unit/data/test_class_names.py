@@ -10,6 +10,7 @@ import pytest
 from made_records import batches, example, write_file
 from made_stores import WRITERS
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import class_names, open_records, with_class_names_of
 from horovod_train.data.pipeline import Ranks, build_pipeline
@@ -37,6 +38,14 @@ def test_a_text_that_is_no_name_and_a_number_that_is_no_class_are_named() -> Non
         == "feature y: expected one of ant, bee, cat, or its number; the record holds 'dog'"
     )
     assert "from 0 to 2" in str(parser.problem({"y": 3}))
+
+
+def test_a_long_text_in_place_of_a_name_is_shown_short_wherever_the_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(f"x,y\n1,ant\n2,{'a' * 30_000}\n")
+    config = DataConfig(train=(f"{tmp_path}/t.csv",), targets=("y",), features={"y": {"class_names": NAMES}})
+    (fault,) = check_records(config).bad
+    assert "record 1: feature y: expected one of ant, bee, cat, or its number; the record holds 'aaa" in fault
+    assert len(fault) < len(str(tmp_path)) + 400
 
 
 @pytest.mark.parametrize(
