@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
-from horovod_train.errors import InUse
+from horovod_train.errors import InUse, UserError
 from horovod_train.host import boot_id, is_running, start_ticks
 from horovod_train.output.files import Artifact, must_be_writable, remove, replace
 
@@ -152,9 +152,25 @@ def open_lease(
     with must_be_writable(path):
         try:
             refreshed = _acquire(path, probe, mine, stale_s, refresh_s)
+        except PermissionError as error:
+            if str(error.filename) == str(path) and path.exists():  # else the directory cannot be written
+                raise _of_another_user(path) from error
+            raise
         finally:
             remove(probe, _PROBE)
     return FileLease(path, mine, refreshed, refresh_s, stale_s)
+
+
+def _of_another_user(path: Path) -> UserError:
+    owner, holder = f"user {path.stat().st_uid}", None
+    with suppress(KeyError):  # without an entry in passwd
+        owner = path.owner()
+    with suppress(OSError):
+        holder, *_ = read_lease(path.parent)
+    return UserError(
+        f"output_dir: {path} belongs to {owner}, and only {owner} can write it; it is the lease of "
+        f"{holder or UNNAMED}. If that run has ended, remove the file; or choose another directory with --output-dir."
+    )
 
 
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
@@ -262,7 +278,7 @@ def _remove_old_probes(path: Path, stale_s: float) -> None:
 
 def _create(path: Path, holder: Holder) -> None:
     """Create the file; if several processes try, one succeeds and the others get FileExistsError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:
         os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
     except OSError:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,6 +117,31 @@ def test_other_ranks_have_a_lease_without_effect() -> None:
 def test_a_folder_that_is_not_there_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^output_dir: cannot write .*lease.json: No such file or directory"):
         open_lease(tmp_path / "nowhere")
+
+
+def test_a_group_that_may_write_the_directory_may_take_over_the_lease(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        held = open_lease(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lease.json").stat().st_mode & 0o777 == 0o664
+    held.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_lease_that_only_its_owner_can_write_is_named_with_the_owner() -> None:
+    program = "import os, pathlib, sys\nfrom horovod_train.output.lease import open_lease\nos.setuid(54321)\n"
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        leave(Path(folder), age_s=3600)
+        os.chmod(f"{folder}/lease.json", 0o644)
+        command = [sys.executable, "-c", f"{program}open_lease(pathlib.Path({folder!r}))"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stderr.splitlines()[-1]
+        assert os.listdir(folder) == ["lease.json"]
+    assert said.startswith(f"horovod_train.errors.UserError: output_dir: {folder}/lease.json belongs to root, and only")
+    assert "on node12, job 33" in said
+    assert said.endswith("If that run has ended, remove the file; or choose another directory with --output-dir.")
 
 
 # Alive or dead?
