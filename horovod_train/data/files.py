@@ -11,6 +11,7 @@ import fcntl
 import fnmatch
 import glob
 import hashlib
+import logging
 import os
 import stat
 import time
@@ -26,6 +27,8 @@ from horovod_train.host import cache_folder
 from horovod_train.output.files import Artifact, remove
 from horovod_train.shown_text import listed
 
+log = logging.getLogger(__name__)
+
 INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index."""
 
@@ -34,6 +37,8 @@ _NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*",
 """Names of files beside records that nobody takes for records."""
 _COPIES = ("*.bak", "*~", "*.tmp", "*.crc")
 """Names that editors and programs give to copies and checksums of files, beside them."""
+_SAY_AFTER_S = 10.0
+"""Shorter waits for a lock are usual: ranks start together, and one of them scans the files."""
 _LOCK = Artifact("a lock", r".+\.(npz|unpacked|dataset)\.lock")
 
 
@@ -254,9 +259,10 @@ def hold_lock(places: Sequence[Path], limit_s: float | None = None) -> Iterator[
     """Lock a file by a second file next to it, so that only one of the processes that need the file writes it.
 
     places: where the file may be. Best effort: without a lock several processes may write it, and the last write stays.
-    limit_s: how long to wait for another process before doing without a lock; None: until it has ended.
+    limit_s: how long to wait for another process that does not write the file before doing without a lock; None: until
+    that has ended. Only where it is harmless if both write.
     """
-    locks = (_open_lock(place.with_name(f"{place.name}.lock"), limit_s) for place in places)
+    locks = (_open_lock(place, limit_s) for place in places)
     path, fd = next(filter(None, locks), (Path(), -1))
     try:
         yield
@@ -267,8 +273,10 @@ def hold_lock(places: Sequence[Path], limit_s: float | None = None) -> Iterator[
             os.close(fd)
 
 
-def _open_lock(path: Path, limit_s: float | None) -> tuple[Path, int] | None:
-    deadline = None if limit_s is None else time.monotonic() + limit_s
+def _open_lock(place: Path, limit_s: float | None) -> tuple[Path, int] | None:
+    path = place.with_name(f"{place.name}.lock")
+    began = last_written = time.monotonic()
+    written, is_said = _written_at(place), False
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,19 +284,31 @@ def _open_lock(path: Path, limit_s: float | None) -> tuple[Path, int] | None:
         except OSError:
             return None
         try:
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX if deadline is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise
-                time.sleep(0.05)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return path, fd
         except FileNotFoundError:
             pass  # its last holder has removed it
+        except BlockingIOError:
+            now = time.monotonic()
+            if written != (written := _written_at(place)):
+                last_written = now
+            if limit_s is not None and now - last_written >= limit_s:
+                os.close(fd)
+                log.warning(f"{path} is still held by another process, which writes nothing: going on without it")
+                return None
+            if not is_said and now - began >= _SAY_AFTER_S:
+                is_said = True
+                log.warning(f"waiting for {path}, which another process holds")
+            time.sleep(0.5 if is_said else 0.05)
         except OSError:
             os.close(fd)
             return None
         os.close(fd)
+
+
+def _written_at(place: Path) -> int:
+    try:
+        return place.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -144,7 +144,7 @@ def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: 
     stored, current = _load(places, names, stamps)
     if len(current) == len(names):
         return current
-    with hold_lock(places):
+    with hold_lock(places, limit_s=3 * _SAVE_EVERY_S):  # without it files are only scanned twice
         stored, current = _load(places, names, stamps)  # another process may have scanned meanwhile
         stale = [name for name in names if name not in current]
         if stale:

@@ -233,7 +233,9 @@ class StagedFiles:
         if self._folder is not None and not self._is_full:
             path = self._folder / f"{_copy_name(file)}.unpacked"
             if not path.exists():
-                with hold_lock([path]):  # only ranks that need the same file wait for the one that unpacks it
+                # Only ranks that need the same file wait for the one that unpacks it. Without the lock they would remove
+                # its part, so they wait until it has ended: others cannot hold the lock, which is in this user's folder.
+                with hold_lock([path]):
                     try:
                         if not path.exists():
                             self._write(file, path)

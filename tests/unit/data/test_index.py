@@ -21,6 +21,7 @@ import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
+from horovod_train.data import files as files_module
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
 from horovod_train.data.files import INDEX_NAME, hold_lock, list_files, paths_beside, save_to_first
 from horovod_train.data.reader import Reader
@@ -265,21 +266,35 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
     assert (said.stdout, said.stderr) == ("1\n", "")
 
 
-def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scanned: list[str]) -> None:
+def test_of_several_processes_one_scans_and_the_others_wait_and_say_so(
+    tmp_path: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files_module, "_SAY_AFTER_S", 0)
     folder = make_images(tmp_path / "train")
     files, where = list_tfrecords(folder), paths_beside(str(folder), INDEX_NAME, None)
     with ThreadPoolExecutor() as threads:
         with hold_lock(where):
             other = threads.submit(open_index, files)
-            inode = os.stat(f"{where[0]}.lock").st_ino
-            while not any(
-                "->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines()
-            ):
+            while not caplog.messages:
                 assert not other.done()
             save_entries(where[0], {os.path.basename(name): scan(name) for name in files})
         assert other.result().blocks.num_records == 70
     assert scanned == []
+    assert caplog.messages == [f"waiting for {where[0]}.lock, which another process holds"]
     assert not list(folder.glob("*.lock"))
+
+
+def test_a_process_that_holds_the_lock_and_saves_nothing_stops_no_other(
+    tmp_path: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index_module, "_SAVE_EVERY_S", 0)
+    folder = make_images(tmp_path / "train")
+    files, (beside, *_) = list_tfrecords(folder), paths_beside(str(folder), INDEX_NAME, None)
+    with hold_lock([beside]):
+        assert open_index(files).blocks.num_records == 70
+    assert len(scanned) == 3
+    assert f"{beside}.lock is still held by another process" in caplog.text
+    assert len(load_entries(beside)) == 3
 
 
 def test_an_unlockable_folder_is_scanned_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
