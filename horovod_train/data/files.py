@@ -280,7 +280,7 @@ def _open_lock(place: Path, limit_s: float | None) -> tuple[Path, int] | None:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # NFS locks only what is open for writing
         except OSError:
             return None
         try:

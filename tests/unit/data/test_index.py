@@ -305,6 +305,14 @@ def test_an_unlockable_folder_is_scanned_all_the_same(tmp_path: Path, monkeypatc
     assert open_records(config(make_images(tmp_path / "train")), "train").num_records == 70
 
 
+def test_a_link_in_place_of_the_lock_creates_no_file_elsewhere(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    (folder / f"{INDEX_NAME}.lock").symlink_to(tmp_path / "elsewhere")
+    assert open_records(config(folder), "train").num_records == 70
+    assert not (tmp_path / "elsewhere").exists()
+    assert (folder / INDEX_NAME).exists()
+
+
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_a_file_is_not_read_twice_by_another_path(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
     folder = make_images(tmp_path / "train")
