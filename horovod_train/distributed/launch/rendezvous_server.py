@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import hmac
+import http.client
 import itertools
 import json
 import os
@@ -36,6 +37,8 @@ from horovod_train.errors import UserError
 
 MAX_VALUE_BYTES = 4 << 20
 """The limit of one value. gloo's values are about 140 bytes for each rank."""
+MAX_HEAD_BYTES = 16 << 10
+"""How much of a connection is read before it has shown the key: the request and its headers."""
 REQUEST_WITHIN_S = 5.0
 SPARE_PENDING = 32
 NEWS_BYTES = 1 << 20
@@ -111,12 +114,32 @@ def own_token(folder: Path) -> str:
         raise UserError(f"{path}: {error.strerror}. Set {TOKEN} for all ranks instead.") from error
 
 
+class _Head:
+    """A connection of which only the first MAX_HEAD_BYTES are read."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self._left = file, MAX_HEAD_BYTES
+        self.close = file.close
+
+    def readline(self, size: int) -> bytes:
+        line: bytes = self.file.readline(min(size, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise http.client.LineTooLong("head")
+        return line
+
+
 class _Handler(RendezvousHandler):
     """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
 
     server: StepServer
     path: str
+    rfile: Any
     wbufsize = 1 << 18
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile)
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -130,7 +153,7 @@ class _Handler(RendezvousHandler):
             self.send_status_code(_FORBIDDEN)
             return False
         self.server.admit(self.connection)
-        self.path = match[2]
+        self.path, self.rfile = match[2], self.rfile.file
         length = self.headers.get("Content-Length", "0")
         if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
             self.send_status_code(BAD_REQUEST)

@@ -70,6 +70,16 @@ def test_a_value_has_a_size_and_that_is_bounded(server: StepServer, length: str)
     assert server.cache == {key_value_store.NAME: {}}
 
 
+def test_little_is_read_before_the_key(server: StepServer, capfd: pytest.CaptureFixture[str]) -> None:
+    most = rendezvous_server.MAX_HEAD_BYTES
+    assert ask(server, "GET", f"/{server.key}/global/0", headers={"a": "b" * (most - 1000)}) == 404
+    assert ask(server, "GET", f"/{server.key}/global/0", headers={f"a{n}": "b" * 1000 for n in range(20)}) == 431
+    with pytest.raises(OSError):  # noqa: PT011 - closed, or reset because not all was read
+        ask(server, "GET", f"/{'0' * most}/global/0")
+    assert ask(server, "PUT", f"/{server.key}/global/0", b"v" * 3 * most) == 200  # with the key, values are larger
+    assert capfd.readouterr() == ("", "")
+
+
 def test_ranks_put_and_get_with_the_key_in_the_address(server: StepServer) -> None:
     port = server.server_address[1]
     address = f"127.0.0.1:{port}/{server.key}"
