@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +225,27 @@ def test_a_damaged_index_is_never_believed(tmp_path: Path) -> None:
         place.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
         found = load_entries(place)
         assert not found or _plain(found) == _plain(whole), at
+
+
+def test_an_index_that_would_grow_when_read_is_made_again(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    open_records(config(folder), "train")
+    place = folder / "index.npz"
+    whole = load_entries(place)
+    with np.load(place) as saved:
+        arrays = dict(saved)
+    with zipfile.ZipFile(place, "a") as archive:  # many names for the same bytes
+        archive.filelist.extend([archive.getinfo("size.npy")] * 1000)
+        archive.writestr("more.npy", b"")  # or the names are not written
+    assert load_entries(place) == {}
+    np.savez_compressed(place, **arrays)
+    assert load_entries(place) == {}
+    place.unlink()
+    os.mkfifo(place)
+    assert load_entries(place) == {}
+    place.unlink()
+    open_records(config(folder), "train")
+    assert _plain(load_entries(place)) == _plain(whole)
 
 
 def _plain(entries: Entries) -> dict[str, object]:
