@@ -24,16 +24,15 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
 from horovod_train.checkpoint import layout
 from horovod_train.checkpoint.layout import CHECKPOINTS, Damaged, newest_whole, reason, step_name
 from horovod_train.commands.cli import require_run
+from horovod_train.config.loader import compose, plain_value
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import InUse, RanksDisagree, UserError
+from horovod_train.errors import InUse, RanksDisagree, RunError, UserError, reading
 from horovod_train.host import has_run_since
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import STOP_FILE, read_json
+from horovod_train.output.files import STOP_FILE, read_json, read_whole
 from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, read_lease
 from horovod_train.output.rank_log import (
     FOLDER,
@@ -566,10 +565,21 @@ def _command(
 def resume_of(run_dir: Path) -> str:
     """Return checkpoint.resume of its config; auto, the default, if that cannot be read."""
     try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        return str(config["checkpoint"]["resume"])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return str(settings_of(run_dir)["checkpoint"]["resume"])
+    except (RunError, KeyError, TypeError):
         return "auto"
+
+
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    """Return what the config of a run holds; nothing without one. Raises UserError as the loader does; ReadFailed."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        return {}
+    with reading(str(path), text=True):
+        text = read_whole(path).decode()
+    node = compose(text, str(path))
+    settings = None if node is None else plain_value(node)
+    return settings if isinstance(settings, dict) else {}
 
 
 _SLURM = ("srun", "srun-pmix")

@@ -23,10 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import yaml
-
 from horovod_train.commands.cli import check_out, write_out
-from horovod_train.commands.explain import Explanation, explain
+from horovod_train.commands.explain import Explanation, explain, settings_of
 from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
 from horovod_train.data.audit import FOLDER, audit
@@ -128,12 +126,10 @@ def read_run(run_dir: Path) -> Run:
     explanation = explain(run_dir)
     try:
         starts = list(_starts(read_starts_of_root(run_dir, _is_read)))
-        config = run_dir / "config.yaml"
-        settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
         rows = list(_rows(run_dir / "metrics.jsonl", starts))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{run_dir}: cannot be read: {error}.") from error
-    by_name = dict(by_key(settings if isinstance(settings, dict) else {}))
+    by_name = dict(by_key(settings_of(run_dir)))
     summary = read_json(run_dir / "summary.json")
     profiles = read_profiles(find_profiles(run_dir))
     name = os.fsencode(run_dir).decode(errors="replace")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
 import os
 import re
 import secrets
+import stat
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +32,9 @@ STOP_FILE = "STOP"
 
 MAX_PENDING_BYTES = 16_000_000
 """Tens of thousands of lines of metrics."""
+
+MOST_BYTES = 64 << 20
+"""Of a file that is read as a whole, such as a manifest: those of ours are far smaller."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +57,23 @@ class Artifact:
 
 
 DRAFT = Artifact("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. Raises OSError, also for a pipe or a device, which may never end."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EBADMSG, "it is a pipe, a socket or a device", str(path))
+    return path.open("rb")
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the content of a file that this package keeps small. Raises OSError, also for another kind of file."""
+    with open_regular(path) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EBADMSG, f"it has more than {MOST_BYTES >> 20} MiB", str(path))
+    return content
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -233,8 +233,8 @@ class StagedFiles:
         if self._folder is not None and not self._is_full:
             path = self._folder / f"{_copy_name(file)}.unpacked"
             if not path.exists():
-                # Only ranks that need the same file wait for the one that unpacks it. Without the lock they would remove
-                # its part, so they wait until it has ended: others cannot hold the lock, which is in this user's folder.
+                # Only ranks that need the same file wait for the one that unpacks it, and until it has ended: without
+                # the lock they would remove its part. Other users cannot hold the lock, which is in a private folder.
                 with hold_lock([path]):
                     try:
                         if not path.exists():

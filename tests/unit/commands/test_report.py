@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from horovod_train.commands.explain import resume_of
 from horovod_train.commands.report import MOST_POINTS, Chart, Drawer, build_charts, build_page, read_run, thin
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.errors import UserError
@@ -234,9 +236,30 @@ def test_what_cannot_be_reported_is_one_line(
     assert said in line
 
 
-def test_a_damaged_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a: cannot be read: "):
-        read_run(run_dir(tmp_path / "a", config="{"))
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "config.yaml:1: not valid YAML: "),
+        ("".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10) if n else 1}]\n" for n in range(9)), "expected at most"),
+        ("a: &a [*a]", "config.yaml:1: expected values; received one that contains itself."),
+        ("a: 2026-11-28", "expected what JSON can hold; 2026-11-28 is a date. Put it in quotes to have a string."),
+        (f"a: {'[' * 3000}{']' * 3000}", "expected values within values at most 100 deep"),
+    ],
+)
+def test_a_config_that_no_run_could_have_is_named(tmp_path: Path, config: str, said: str) -> None:
+    run = run_dir(tmp_path / "a", config=config)
+    with pytest.raises(UserError, match=f"^{re.escape(str(run))}.*{re.escape(said)}"):
+        read_run(run)
+    assert resume_of(run) == "auto"
+
+
+def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "a")
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    with pytest.raises(UserError, match="config.yaml: cannot be read: it is a pipe, a socket or a device"):
+        read_run(run)
+    assert resume_of(run) == "auto"
 
 
 def test_a_hundred_thousand_rows_make_a_page_of_few_megabytes_without_tensorflow(tmp_path: Path) -> None:
