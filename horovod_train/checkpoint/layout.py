@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import ReadFailed, UserError, unreadable, unusable
-from horovod_train.output.files import read_json
+from horovod_train.output.files import parse_json, read_json, read_whole
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory with its checkpoints."""
@@ -296,17 +297,18 @@ def _retry(read: Callable[[Path], Result], path: Path) -> Result:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        packed = _retry(Path.read_bytes, folder / MANIFEST)
-        content = json.loads(packed)
+        packed = _retry(read_whole, folder / MANIFEST)
+        content = parse_json(packed)
         content.pop("sha256")
+        is_unchanged = packed == pack(content)
     except FileNotFoundError as error:
         raise Damaged(f"{MANIFEST} is missing") from error
     except OSError as error:
         _raise_damage(error)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
     # Check this first, before the format is read: manifests of every format are packed like this.
-    if packed != pack(content):
+    if not is_unchanged:
         raise Damaged(f"{MANIFEST}: its entries do not match its own sha256")
     return content
 
@@ -340,11 +342,13 @@ def _failures_are_damage() -> Iterator[None]:
 
 def _check_size(file: Path, expected: int) -> None:
     try:
-        size = _retry(Path.stat, file).st_size
+        status = _retry(Path.stat, file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{file.name} is missing") from error
-    if size != expected:
-        raise Damaged(f"{file.name}: expected {expected} bytes, found {size}")
+    if not stat.S_ISREG(status.st_mode):  # a pipe or a device may never end
+        raise Damaged(f"{file.name}: is no file")
+    if status.st_size != expected:
+        raise Damaged(f"{file.name}: expected {expected} bytes, found {status.st_size}")
 
 
 Read = Callable[[Path], Checkpoint]

@@ -32,7 +32,7 @@ from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import InUse, RanksDisagree, RunError, UserError, reading
 from horovod_train.host import has_run_since
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import STOP_FILE, read_json, read_whole
+from horovod_train.output.files import STOP_FILE, each_line, read_json, read_whole
 from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, read_lease
 from horovod_train.output.rank_log import (
     FOLDER,
@@ -55,16 +55,16 @@ LAUNCH_LINES = 6
 """How many of the last lines of the command launch are shown: those of about three starts."""
 START_WITHIN_S = 300.0
 """How long after launch has said something rank 0 begins its log: hosts are asked, TensorFlow is loaded, ranks meet."""
-_PAUSE = re.compile(r"; next start in (\d+) s$")
+_PAUSE = re.compile(r"; next start in (\d{1,9}) s$")
 _REFUSED = f"stopped: exit code {InUse.exit_code}: "
 """How launch tells that another run has the directory."""
 _WAITED = "; it has been so for "
 """What it adds if it has waited for the directory after starts of its own."""
-_NAMED_RANK = re.compile(r"\brank (\d+) \(")
-_DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
+_NAMED_RANK = re.compile(r"\brank (\d{1,9}) \(")
+_DISAPPEARED = re.compile(r"rank (\d{1,9}) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
 """What registry.raised_at adds to an error of the user's code."""
-_STEP = re.compile(r'"step": (\d+)')
+_STEP = re.compile(r'"step": (\d{1,18})\b')
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 
 _BY_TEXT = (
@@ -216,7 +216,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
 def read_launched(run_dir: Path) -> list[Entry]:
     """Return what the command launch has said of its starts."""
     try:
-        lines = launch_log(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = list(each_line(launch_log(run_dir)))
     except OSError:
         return []
     return [entry for line in lines if (entry := read_line(line)) and entry.kind == "launch:"]
@@ -283,10 +283,10 @@ def _started_again(launched: Sequence[Entry], stories: Mapping[int, RankStory]) 
 
 def _last_step_in_metrics(run_dir: Path) -> int | None:
     try:
-        steps = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+        steps = (int(step) for line in each_line(run_dir / "metrics.jsonl") for step in _STEP.findall(line))
+        return max(steps, default=None)
     except OSError:
         return None
-    return max(map(int, steps), default=None)
 
 
 def _last_good_checkpoint(run_dir: Path) -> tuple[LastGood | None, list[str]]:
@@ -391,7 +391,7 @@ def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
     if stalled:
         # The most common text, because a rank that was frozen and then continues reports the others instead.
         text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
-        suspect = re.match(r"rank (\d+) ", text)
+        suspect = re.match(r"rank (\d{1,9}) ", text)
         first = min((str(end["time"]) for end in stalled), key=datetime.fromisoformat)
         yield Outcome("stalled", f"stalled: {text}", int(suspect[1]) if suspect else None, first)
 

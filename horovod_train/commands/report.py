@@ -30,7 +30,7 @@ from horovod_train.config.registry import import_extra
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
-from horovod_train.output.files import Artifact, begins, lines_in, read_json
+from horovod_train.output.files import Artifact, begins, each_line, read_json
 from horovod_train.output.metrics import Row, metrics_in
 from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root
 from horovod_train.output.tensorboard import Costs, find_profiles, read_profiles
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 # --- what a run was ---------------------------------------------------------------------------------------------
 
-_RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
+_RESUMED = re.compile(r"resumed from .+ at step (\d{1,18})$")
 _CODE = re.compile(r"code: (.+)")
 _TRAINS = "ends at step "
 _MOST_AUDITED = 50_000_000
@@ -204,7 +204,7 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     if not path.exists():
         return
     trained_from = [(start.from_step, start.begin) for start in starts if start.trained] or [(0, 0.0)]
-    for row in metrics_in(lines_in(path.read_bytes())):
+    for row in metrics_in(each_line(path)):
         begin = next((time for from_step, time in reversed(trained_from) if from_step < row.step), trained_from[0][1])
         yield row._replace(seconds=begin + row.seconds)
 
@@ -230,6 +230,8 @@ UNITS = {
     "learning_rate": "learning rate",
 }
 """Values that are no metrics of the model, with what their axis says."""
+_MOST_DRAWN = 1e100
+"""Between larger numbers matplotlib finds no ticks, because their difference is infinite."""
 _CURVES = 6
 _INK, _GRID = "#010101", "#020202"
 _VARIABLES = {_INK: "currentColor", _GRID: "var(--grid)"}
@@ -253,7 +255,7 @@ _FIGURES: dict[str, Any] = {
 
 
 class Curve(NamedTuple):
-    """run: its place in the report. x, y: of equal length; y is NaN where a value was not finite."""
+    """run: its place in the report. x, y: of equal length; y is NaN where a value was not finite, or too large."""
 
     run: int
     split: str
@@ -295,7 +297,8 @@ def _curves_of(runs: Sequence[Run], name: str, time_unit_s: float | None) -> Ite
             rows = [row for row in run.rows if row.split == split and name in row.values]
             times = [row.step if time_unit_s is None else row.seconds / time_unit_s for row in rows]
             values = [math.nan if (value := row.values[name]) is None else float(value) for row in rows]
-            points = list(zip(times, values, strict=True))
+            values = [value if abs(value) < _MOST_DRAWN else math.nan for value in values]
+            points = [(x, y) for x, y in zip(times, values, strict=True) if abs(x) < _MOST_DRAWN]
             if points:
                 thinned = thin(points, MOST_POINTS)
                 yield Curve(index, split, [x for x, _ in thinned], [y for _, y in thinned])
@@ -496,8 +499,8 @@ def _details(run: Run, number: int, drawer: Drawer) -> Iterator[str]:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    versions = run.summary.get("versions") or {}
-    if versions:
+    versions = run.summary.get("versions")
+    if versions and isinstance(versions, dict):
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     if code := list(dict.fromkeys(start.code for start in run.starts if start.code)):
         yield "code", "; ".join(code)
@@ -512,7 +515,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
             yield label, f"{reached[key]}, of the last line of metrics"
     for split in ("train", "eval"):
         rows = [row for row in run.rows if row.split == split]
-        last = summary.get(split) or (rows[-1].values if rows else {})
+        told = summary.get(split)
+        last = told if told and isinstance(told, dict) else rows[-1].values if rows else {}
         values = {name: value for name, value in last.items() if name not in UNITS}
         if values:
             yield f"last {split}", ", ".join(f"{name} {_value(value)}" for name, value in values.items())

@@ -32,6 +32,7 @@ from horovod_train.commands.cli import open_screen, require_run
 from horovod_train.commands.explain import explain, read_launched, starts_again
 from horovod_train.errors import UserError
 from horovod_train.output.console import plain
+from horovod_train.output.files import open_regular
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import (
@@ -51,7 +52,7 @@ lease up before its ranks write how they ended.
 """
 LAUNCH_SAYS_WITHIN_S = 60.0
 """For how long after the last line of the ranks' logs launch may wait for ranks to end, before it says what follows."""
-_LAST_STEP = re.compile(r"ends at step (\d+)$")
+_LAST_STEP = re.compile(r"ends at step (\d{1,18})$")
 _LOG = re.compile(r"rank-(\d+)\.log")
 _BARS = "▁▂▃▄▅▆▇█"
 _CELLS = 24
@@ -172,7 +173,7 @@ class _Tail:
         The lines are read as they are taken, so that they are not all in memory.
         """
         try:
-            file = self.path.open("rb")
+            file = open_regular(self.path)
             about = os.fstat(file.fileno())
         except OSError:
             is_replaced, self._inode, self._read_to = self._inode is not None, None, 0
@@ -264,7 +265,9 @@ class Follower:
         if is_replaced:
             self._verdicts.clear()
         self._verdicts |= {
-            row["step"]: row["verdict"] for row in objects_in(lines) if {"step", "verdict"} <= row.keys()
+            row["step"]: str(row["verdict"])
+            for row in objects_in(lines)
+            if isinstance(row.get("step"), int) and "verdict" in row
         }
 
     def _silent_s(self) -> float | None:

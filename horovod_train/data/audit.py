@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train.data.source import mark_skipped
-from horovod_train.errors import UserError, unusable
-from horovod_train.output.files import Artifact, Lines, remove
+from horovod_train.errors import UserError, reading, unusable
+from horovod_train.output.files import Artifact, Lines, open_regular, parse_json, remove
 
 FOLDER = "audit"
 _WRITE_FROM_BYTES = 1 << 16
@@ -171,10 +171,11 @@ def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
 def _load(path: Path) -> tuple[Start, dict[Position, np.ndarray]]:
     steps: dict[Position, np.ndarray] = {}
     try:
-        lines = path.read_bytes().decode().split("\n")  # str.splitlines would split at what JSON text may hold
-        start = Start(**json.loads(lines[0]))
+        with reading(str(path)), open_regular(path) as file:
+            lines = file.read().decode().split("\n")  # str.splitlines would split at what JSON text may hold
+        start = Start(**parse_json(lines[0]))
         for line in lines[1:-1]:  # the run was killed in the last one; nothing after a checkpoint is needed
-            entry = json.loads(line)
+            entry = parse_json(line)
             for number, ids in enumerate(entry["ids"]):
                 steps[Position(entry["epoch"], entry["first_step"] + number)] = np.array(ids, np.int64)
     except (IndexError, TypeError, KeyError, ValueError, OverflowError) as error:

@@ -76,10 +76,18 @@ def read_whole(path: Path) -> bytes:
     return content
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return what JSON text holds. Raises ValueError, also for values that are nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is no complete one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_whole(path))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -339,7 +347,7 @@ def lines_in(content: bytes) -> list[str]:
 
 def each_line(path: Path) -> Iterator[str]:
     """Yield the lines of a file as lines_in returns them, without having all of them in memory. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             yield line.removesuffix(b"\n").decode("utf-8", errors="replace")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from horovod_train.errors import InUse, UserError
 from horovod_train.host import boot_id, is_running, start_ticks
-from horovod_train.output.files import Artifact, must_be_writable, remove, replace
+from horovod_train.output.files import Artifact, must_be_writable, parse_json, remove, replace
 
 NAME = "lease.json"
 REFRESH_S = 5.0
@@ -291,7 +291,7 @@ def _create(path: Path, holder: Holder) -> None:
 @contextmanager
 def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
     # Opening makes NFS ask the server for the file's current state; for writing, because NFS locks no read-only files.
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place is not waited for
     try:
         yield descriptor
     finally:
@@ -305,7 +305,7 @@ def _read(descriptor: int) -> Holder | None:
 
 def _parse(text: bytes) -> Holder | None:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         return Holder(**{field.name: content[field.name] for field in fields(Holder)})
     except (ValueError, KeyError, TypeError):
         return None

@@ -6,16 +6,24 @@ tensorboard.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from horovod_train.config.registry import load_function
-from horovod_train.output.files import Artifact, Lines, begins, json_text, must_be_writable, write_atomically
+from horovod_train.output.files import (
+    Artifact,
+    Lines,
+    begins,
+    json_text,
+    must_be_writable,
+    parse_json,
+    write_atomically,
+)
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
@@ -41,7 +49,7 @@ def _begins_with(*names: str) -> Callable[[Path], bool]:
         if not line.endswith(b"\n"):  # a kill has cut the file short
             return begins(path, '{"step": ')
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             return False
         return isinstance(row, dict) and tuple(row)[: len(names)] == names
@@ -111,7 +119,7 @@ class JsonLines:
 def _step_of(line: str) -> float:
     """Return the step of a row; a line cut short by a kill counts as later than any step."""
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
@@ -176,14 +184,17 @@ def metrics_in(lines: Iterable[str]) -> Iterator[Row]:
 def _is_of_numbers(row: Mapping[str, Any]) -> bool:
     values = [value for name, value in row.items() if name != "split"]
     is_placed = isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
-    return is_placed and all(value is None or isinstance(value, int | float) for value in values)
+    # Neither NaN, nor a whole number that no float can hold: the commands that read rows compute with floats.
+    return is_placed and all(
+        value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max) for value in values
+    )
 
 
 def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects; a line that a kill has cut short is left out."""
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict):

@@ -23,7 +23,17 @@ from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
-from horovod_train.output.files import Artifact, Lines, each_line, is_cut_short, remove, remove_drafts, write_atomically
+from horovod_train.output.files import (
+    Artifact,
+    Lines,
+    each_line,
+    is_cut_short,
+    parse_json,
+    read_whole,
+    remove,
+    remove_drafts,
+    write_atomically,
+)
 from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"
@@ -33,11 +43,11 @@ MOST_CLOCKS_DIFFER_S = 60.0
 """By how much the clocks of hosts may differ; a host whose clock differs by more is named."""
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
-_INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
-_ENDED = re.compile(r"(\w+), exit code (\d+)")
+_INTRODUCTION = re.compile(r"rank (\d{1,9}) of (\d{1,9}), launcher (\S+), process (\d{1,9}) on ([^\s;]+)")
+_ENDED = re.compile(r"(\w+), exit code (\d{1,9})")
 _OUR_CLASS = re.compile(r"^horovod_train\.errors\.\w+: ")
 """What Python's tracebacks begin the text of our errors with."""
-_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
+_PHASE = re.compile(r"(\w+)(?:.* after step (\d{1,18})\b)?")
 
 
 class RankLog:
@@ -277,18 +287,25 @@ def _end_in_log(story: RankStory) -> Mapping[str, Any] | None:
 def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
     """Return the end that the process of a story has written, if it has."""
     try:
-        end = json.loads(end_file(folder, story.rank).read_text(encoding="utf-8"))
-        datetime.fromisoformat(end["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+        end = parse_json(read_whole(end_file(folder, story.rank)))
+        is_complete = _is_time(end["time"]) and isinstance(end["ended"], str) and isinstance(end["exit_code"], int)
+        is_complete &= isinstance(end.get("step"), int | None)
+        return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    is_complete = {"ended", "exit_code", "host", "pid"} <= end.keys()
-    return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None
 
 
 def read_line(line: str) -> Entry | None:
     """Return the entry that begins in a line of a log; None for a line that continues one."""
     time, kind, text = (*line.split(" ", 2), "", "")[:3]
-    return Entry(time, kind, text) if _TIME.fullmatch(time) else None
+    return Entry(time, kind, text) if _is_time(time) else None
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return bool(_TIME.fullmatch(text) and datetime.fromisoformat(text))
+    except ValueError:  # such as a month 19
+        return False
 
 
 def read_introduction(text: str) -> Introduction | None:

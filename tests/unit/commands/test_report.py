@@ -240,7 +240,7 @@ def test_what_cannot_be_reported_is_one_line(
     ("config", "said"),
     [
         ("{", "config.yaml:1: not valid YAML: "),
-        ("".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10) if n else 1}]\n" for n in range(9)), "expected at most"),
+        ("a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 10}]\n" for n in range(9)), "expected at most"),
         ("a: &a [*a]", "config.yaml:1: expected values; received one that contains itself."),
         ("a: 2026-11-28", "expected what JSON can hold; 2026-11-28 is a date. Put it in quotes to have a string."),
         (f"a: {'[' * 3000}{']' * 3000}", "expected values within values at most 100 deep"),
@@ -253,11 +253,101 @@ def test_a_config_that_no_run_could_have_is_named(tmp_path: Path, config: str, s
     assert resume_of(run) == "auto"
 
 
+DEEP, LONG = f"{'[' * 100_000}{']' * 100_000}", "9" * 5000
+LATER = "2026-19-22T08:06:50.000+00:00"
+ODD = {
+    "deep-summary": ("summary.json", f'{{"steps": {DEEP}}}'),
+    "deep-end": ("logs/rank-0.end.json", DEEP),
+    "deep-row": ("metrics.jsonl", f'{{"step": {DEEP}}}\n'),
+    "deep-lease": ("lease.json", DEEP[100_000 - 30_000 :]),
+    "deep-manifest": ("checkpoints/step-000000040/manifest.json", DEEP),
+    "deep-manifest-that-can-be-read": (
+        "checkpoints/step-000000040/manifest.json",
+        f'{{"sha256": 1, "a": {DEEP[99_100:-99_100]}}}',
+    ),
+    "long-number-in-summary": ("summary.json", f'{{"steps": {LONG}}}'),
+    "other-kinds-in-summary": ("summary.json", '{"steps": [1], "versions": "1", "train": [1], "eval": 2, "ended": 3}'),
+    "long-numbers-in-log": (
+        "logs/rank-0.log",
+        f"+{TIME.format(45)} phase train after step {LONG}\n{TIME.format(46)} info ends at step {LONG}\n",
+    ),
+    "long-ranks-in-log": (
+        "logs/rank-1.log",
+        f"{TIME.format(45)} start rank {LONG} of {LONG}, launcher a, process {LONG} on b\n",
+    ),
+    "long-exit-code-in-log": ("logs/rank-0.log", f"+{TIME.format(45)} end failed, exit code {LONG}\n"),
+    "month-19-in-log": ("logs/rank-0.log", f"+{LATER} info a\n"),
+    "month-19-of-launch": ("logs/launch.log", f"{LATER} launch: start 1 of at most 3: 2 rank(s)\n"),
+    "other-kinds-in-end": (
+        "logs/rank-0.end.json",
+        '{"host": "node2", "pid": 8, "ended": "failed", "exit_code": 1, "step": "x", "time": "2026-01-01"}',
+    ),
+    "large-metrics": (
+        "metrics.jsonl",
+        f'{{"step": 1, "split": "train", "loss": {"9" * 400}}}\n{{"step": {"9" * 400}, "split": "train", "loss": 1}}\n',
+    ),
+    "large-floats": (
+        "metrics.jsonl",
+        "".join(
+            f'{{"step": {n}, "split": "train", "loss": {v}}}\n'
+            for n, v in enumerate(("1e308", "-1e308", "Infinity", "NaN", "1.5"))
+        ),
+    ),
+    "long-step-in-metrics": ("metrics.jsonl", f'{{"step": {LONG}, "split": "train"}}\n'),
+    "deep-audit": ("audit/epoch-0-step-0-rank-0.jsonl", f"{DEEP}\n"),
+}
+"""What might lie in a run directory: a file, and its content; + adds to what is there."""
+PIPES = [
+    "summary.json",
+    "metrics.jsonl",
+    "lease.json",
+    "logs/rank-0.log",
+    "logs/rank-1.log",
+    "logs/rank-0.end.json",
+    "logs/launch.log",
+    "checkpoints/step-000000040/manifest.json",
+    "audit/epoch-0-step-0-rank-0.jsonl",
+]
+
+
+def put(run: Path, name: str) -> Path:
+    file = run / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_no_run_writes_is_left_out_or_named(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run, (name, text) = run_dir(tmp_path / "a"), ODD[kind]
+    with put(run, name).open("a" if text.startswith("+") else "w") as file:
+        file.write(text.removeprefix("+"))
+    is_told(run, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_in_a_run_directory_is_not_waited_for(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_dir(tmp_path / "a")
+    put(run, name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    is_told(run, tmp_path, capsys)
+
+
+def is_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command tells what there is, or ends with one line."""
+    for words in (["explain", str(run)], ["report", str(run), "--out", str(tmp_path / "a.html")]):
+        code = main(words)
+        said = capsys.readouterr().err.splitlines()
+        assert code != 2 or (len(said) == 1 and str(run) in said[0])
+        assert "Traceback" not in "".join(said)
+
+
 def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "a")
     (run / "config.yaml").unlink()
     os.mkfifo(run / "config.yaml")
-    with pytest.raises(UserError, match="config.yaml: cannot be read: it is a pipe, a socket or a device"):
+    with pytest.raises(UserError, match=r"config.yaml: cannot be read: it is a pipe, a socket or a device"):
         read_run(run)
     assert resume_of(run) == "auto"
 

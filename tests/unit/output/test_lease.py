@@ -27,7 +27,7 @@ import pytest
 from horovod_train.errors import InUse, UserError
 from horovod_train.host import start_ticks
 from horovod_train.output import lease
-from horovod_train.output.lease import FileLease, Lease, describe_me, open_lease
+from horovod_train.output.lease import FileLease, Lease, describe_me, open_lease, read_lease
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -142,6 +142,17 @@ def test_a_lease_that_only_its_owner_can_write_is_named_with_the_owner() -> None
     assert said.startswith(f"horovod_train.errors.UserError: output_dir: {folder}/lease.json belongs to root, and only")
     assert "on node12, job 33" in said
     assert said.endswith("If that run has ended, remove the file; or choose another directory with --output-dir.")
+
+
+def test_what_is_no_lease_names_no_holder_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "lease.json").write_text("[" * 60_000)
+    assert read_lease(tmp_path)[0] is None
+    (tmp_path / "lease.json").unlink()
+    os.mkfifo(tmp_path / "lease.json")
+    with pytest.raises(OSError, match="Illegal seek"):
+        read_lease(tmp_path)
+    with pytest.raises(UserError, match="Choose another: --output-dir"):
+        open_lease(tmp_path)
 
 
 # Alive or dead?
