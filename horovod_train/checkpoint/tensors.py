@@ -25,7 +25,12 @@ def read_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """Return all arrays by name. Raises Damaged if TensorFlow cannot read files that the manifest lists."""
     with _failures_are_damage():
         reader = tf.train.load_checkpoint(str(checkpoint.folder / PREFIX))
-        return {name: np.asarray(reader.get_tensor(name)) for name in sorted(reader.get_variable_to_shape_map())}
+        dtypes = reader.get_variable_to_dtype_map()  # TypeError for one that TensorFlow does not know
+        for name, dtype in dtypes.items():
+            # To read a reference would end the process.
+            if dtype != dtype.base_dtype or not dtype.is_numpy_compatible:
+                raise ValueError(f"{name} has type {dtype.name}, which no array has")
+        return {name: np.asarray(reader.get_tensor(name)) for name in sorted(dtypes)}
 
 
 def array_names(checkpoint: Checkpoint) -> set[str]:
@@ -38,7 +43,7 @@ def array_names(checkpoint: Checkpoint) -> set[str]:
 def _failures_are_damage() -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
+    except (OSError, ValueError, TypeError, MemoryError, RuntimeError, tf.errors.OpError) as error:
         raise Damaged(f"cannot be read: {reason(error)}") from error
 
 

@@ -42,6 +42,7 @@ from horovod_train.config.loader import load as load_config
 from horovod_train.config.settings import CheckpointConfig, Watched
 from horovod_train.errors import ReadFailed, UserError
 from horovod_train.output import logs
+from horovod_train.tfrecord_framing import masked_crc
 
 FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
 
@@ -143,6 +144,24 @@ def test_tensorflow_alone_reads_a_checkpoint(run: Run) -> None:
     run.save(7)
     kernel = tf.train.load_checkpoint(str(run.place(7) / "state")).get_tensor("model/conv1/kernel")
     assert np.array_equal(kernel, np.full((3, 5), 7, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [0, 99, 101, 21, 20])
+def test_a_type_that_no_array_has_is_damage(run: Run, dtype: int) -> None:
+    """None, one that TensorFlow does not know, a reference, a variant, a resource; several end the process if read."""
+    run.store.save({"model/a": np.zeros(2, np.float32)}, facts(7))
+    run.store.wait()
+    folder = run.place(7)
+    index, entry = (folder / "state.index").read_bytes(), b"\x08\x01\x12\x04\x12\x02\x08\x02"
+    assert index.count(entry) == 1
+    end = next(at for at in range(1, len(index)) if index[at : at + 4] == masked_crc(index[:at]).to_bytes(4, "little"))
+    block = index[:end].replace(entry, bytes([8, dtype]) + entry[2:])
+    (folder / "state.index").write_bytes(block + masked_crc(block).to_bytes(4, "little") + index[end + 4 :])
+    content = json.loads((folder / MANIFEST).read_bytes())
+    content["files"]["state.index"]["sha256"] = layout.sha256(folder / "state.index")
+    (folder / MANIFEST).write_bytes(pack({key: value for key, value in content.items() if key != "sha256"}))
+    with pytest.raises(Damaged, match=r"^cannot be read: "):
+        read_arrays(verify(folder))
 
 
 def test_load_assigns_and_returns_what_nobody_asked_for(run: Run) -> None:
