@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -82,8 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Horovod is installed: {name}")
         return 0
     folder = Path(arguments.cache or needed_cache()).absolute() / name
-    if _wheel_in(folder):
-        print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
+    wheel = _wheel_in(folder)
+    if wheel and (problem := _writable_by_others(folder, wheel)):
+        print(f"{wheel} is not installed, because {problem}: compiling Horovod anew", flush=True)
+    elif wheel:
+        print(f"Horovod was compiled before: installing {wheel}", flush=True)
         problem = _install(folder, mpi)
         if not problem:
             _remember(environment)
@@ -156,6 +160,19 @@ def _is_installed(name: str) -> bool:
 
 def _wheel_in(folder: Path) -> Path | None:
     return next(iter(sorted(folder.glob("*.whl"))), None)
+
+
+def _writable_by_others(*paths: Path) -> str:
+    """Return which path other users could have written, and why; "" if none. A wheel is code that is run here."""
+    for path in paths:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            return f"{path} is a link"
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to user {status.st_uid}"
+        if status.st_mode & stat.S_IWOTH:
+            return f"{path} can be written by every user"
+    return ""
 
 
 def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:

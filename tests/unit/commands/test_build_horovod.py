@@ -107,6 +107,35 @@ def test_a_wheel_serves_if_all_that_shaped_it_is_equal(monkeypatch: pytest.Monke
     assert build_horovod._name("none", here) != name
 
 
+@pytest.mark.parametrize("of", ["folder", "wheel"])
+@pytest.mark.parametrize("how", ["writable", "owned", "link"])
+def test_a_wheel_that_another_user_could_have_written_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], of: str, how: str
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    environment = {**os.environ, "MPI": "wheel", "HOROVOD_GPU_OPERATIONS": ""}
+    folder = tmp_path / build_horovod._name("wheel", environment)
+    folder.mkdir()
+    wheel = folder / "horovod-0.whl"
+    wheel.touch()
+    path = folder if of == "folder" else wheel
+    if how == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif how == "writable":
+        path.chmod(0o777)
+    elif os.geteuid() != 0:
+        pytest.skip("giving a file to another user needs root")
+    else:
+        os.chown(path, 12345, 12345)
+    assert main(["build-horovod", "--mpi", "wheel", "--cache", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert "no-such-compiler is no C++17 compiler" in err
+    assert f"{path} " in out
+    assert out.endswith(": compiling Horovod anew\n")
+    assert "installing" not in out
+
+
 def test_open_mpi_finds_one_prefix_in_a_rank(tmp_path: Path) -> None:
     """It hangs if OPAL_PREFIX differs from mpirun's PMIX_INSTALL_PREFIX: by a link, or under another's mpirun."""
     venv.create(tmp_path / "made", symlinks=True)
