@@ -9,11 +9,23 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.objects import HOST
+from horovod_train.errors import UserError
 from horovod_train.output import files
 from horovod_train.tensorflow.lifetime import exchanging
 
 FILES = files.Artifact("a file of BackupAndRestore", r"(latest\.weights\.h5|training_metadata\.json)(\.bkp|\.before)?")
+
+
+def check_not_elastic(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Raise UserError for a BackupAndRestore beside elastic ranks: at each of their changes `fit` would restore it."""
+    has_backup = any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks)
+    if has_backup and launcher.detect().is_elastic:
+        raise UserError(
+            "model.fit: BackupAndRestore has an older state than the last commit, from which elastic ranks begin "
+            "again; use ModelCheckpoint, and load what it has saved before hvd.elastic's state is made."
+        )
 
 
 def restore_from_root(callbacks: list[keras.callbacks.Callback], model: keras.Model, root_rank: int) -> None:

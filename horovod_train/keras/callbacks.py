@@ -29,7 +29,7 @@ from horovod_train.distributed.layer_contents import contents, deriving_layers, 
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
-from horovod_train.keras.backup import restore_from_root
+from horovod_train.keras.backup import check_not_elastic, restore_from_root
 from horovod_train.keras_seams import weights_of_slots
 from horovod_train.optim.lars import LARS
 from horovod_train.shown_text import listed
@@ -90,6 +90,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     on root only; EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without
     MetricAverageCallback; TerminateOnNaN stops all ranks after the batch in which one has such a loss; of
     BackupAndRestore, which comes after this callback, root writes, and all ranks continue from what root has.
+    It is refused in an elastic script.
 
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
     which each rank keeps its own value and optimizer state, as of those that an optimizer's register_local_var names.
@@ -116,6 +117,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_keys.add(key_of(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        check_not_elastic(callbacks_of_fit())
         begin_watch()  # before any exchange here: a rank that makes others is then named
         self._has_broadcast = False
         parts = [optimizer_of(self.model), *parts_in(vars(self.model), keras.optimizers.Optimizer)]

@@ -8,6 +8,7 @@ import keras
 from horovod.common.elastic import State
 
 from horovod_train.errors import UserError
+from horovod_train.keras.backup import check_not_elastic
 from horovod_train.keras.callbacks import batches_of_epoch, callbacks_of_fit, steps_of_epoch, switch_off_xla
 from horovod_train.tensorflow.elastic import TensorFlowKerasState, run
 
@@ -93,8 +94,9 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state, self.batches_per_commit = state, batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        switch_off_xla(self.model)
         self._callbacks = callbacks_of_fit()
+        check_not_elastic(self._callbacks)
+        switch_off_xla(self.model)
         self._progress = [callback for callback in self._callbacks if isinstance(callback, _Progress)]
         self._committed_batches = 0
 

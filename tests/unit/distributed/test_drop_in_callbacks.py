@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ import tensorflow as tf
 from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap, schedules
 
 from horovod_train.distributed import objects
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.keras import callbacks
+from horovod_train.keras import callbacks, elastic
 from horovod_train.keras.callbacks import (
     BroadcastGlobalVariablesCallback,
     EndEpoch,
@@ -100,3 +102,25 @@ def test_a_rate_that_is_a_number_stays_as_it_is_until_the_first_batch(optimizer:
     callback._model = SimpleNamespace(optimizer=optimizer())
     callback.on_train_begin()
     assert float(callback.model.optimizer.learning_rate) == pytest.approx(0.1)
+
+
+ELASTIC = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}
+
+
+def fitted(*given: keras.callbacks.Callback, **options: Any) -> None:
+    """Train a model of one weight for an epoch of two batches."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), batch_size=1, verbose=0, callbacks=list(given), **options)
+
+
+@pytest.mark.parametrize("other", [BroadcastGlobalVariablesCallback(0), elastic.CommitStateCallback(Any)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_elastic_ranks_restore_no_backup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: keras.callbacks.Callback, is_first: bool
+) -> None:
+    """Which would be older than the last commit, from which they begin again."""
+    monkeypatch.setattr(launcher, "detect", lambda: launcher.read_launch(ELASTIC))
+    given = [keras.callbacks.BackupAndRestore(tmp_path), other]
+    with pytest.raises(UserError, match=r"^model.fit: BackupAndRestore .* older .*; use ModelCheckpoint"):
+        fitted(*given[:: 1 if is_first else -1])
