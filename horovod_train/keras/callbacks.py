@@ -364,7 +364,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     multiplier: a function of the epoch, or a number m for m ** (epoch - start_epoch). staircase: change at the start of
     an epoch, else at each batch, with epoch + batch / steps_per_epoch. end_epoch: None for no end. steps_per_epoch:
-    default what `fit` says, or the fewest that a rank has.
+    default what `fit` says, or the fewest that a rank has. Epochs are those that `fit` counts, from initial_epoch on:
+    a script that calls it again, such as an elastic one, gives it initial_epoch=state.epoch.
 
     momentum_correction: when the rate changes, multiply an optimizer's momentum by new rate / old rate for that step
     (Goyal et al. 2017, arXiv:1706.02677, section 3). Done on the accumulated updates, which is the same number: Keras 3
@@ -412,13 +413,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:
+            done = batches_before(self._callbacks)
             if not self._has_fixed_steps and (batch == 0 or not self.steps_per_epoch):
                 # Where ranks have different numbers of batches, the same rate on all of them.
                 steps = steps_of_epoch(self)
                 assert steps
-                self.steps_per_epoch = min([steps, *early_ends(self._callbacks)])
+                self.steps_per_epoch = min([steps, *(done + batches for batches in early_ends(self._callbacks))])
             assert self.steps_per_epoch
-            self._set_rate(self._epoch + batch / self.steps_per_epoch)
+            self._set_rate(self._epoch + (done + batch) / self.steps_per_epoch)
         elif batch == 0:
             self._set_rate(self._epoch)
 
@@ -561,8 +563,12 @@ def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback
 
     Fewer in the first epoch of a `fit` that resumes inside it; see elastic.UpdateBatchStateCallback.
     """
-    batches_before = sum(getattr(callback, "batches_before", 0) for callback in callbacks)
-    return None if steps is None else min([max(1, steps - batches_before), *early_ends(callbacks)])
+    return None if steps is None else min([max(1, steps - batches_before(callbacks)), *early_ends(callbacks)])
+
+
+def batches_before(callbacks: list[keras.callbacks.Callback]) -> int:
+    """Return how many batches of this epoch an earlier `fit` has done."""
+    return sum(getattr(callback, "batches_before", 0) for callback in callbacks)
 
 
 def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:

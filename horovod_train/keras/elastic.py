@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 from horovod.common.elastic import State
 
 from horovod_train.errors import UserError
 from horovod_train.keras.backup import check_not_elastic
-from horovod_train.keras.callbacks import batches_of_epoch, callbacks_of_fit, steps_of_epoch, switch_off_xla
+from horovod_train.keras.callbacks import (
+    LearningRateScheduleCallback,
+    batches_of_epoch,
+    callbacks_of_fit,
+    steps_of_epoch,
+    switch_off_xla,
+)
 from horovod_train.tensorflow.elastic import TensorFlowKerasState, run
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
@@ -19,6 +27,9 @@ _CUT_SHORT = "this epoch, not the training"
 
 EndEpoch would not do: for data without a length Keras would keep the batches of this short epoch as the length.
 """
+_SCHEDULES = (LearningRateScheduleCallback, keras.callbacks.LearningRateScheduler)
+
+log = logging.getLogger(__name__)
 
 
 class KerasState(TensorFlowKerasState):
@@ -66,12 +77,26 @@ class UpdateBatchStateCallback(_Progress):
 
 
 class UpdateEpochStateCallback(_Progress):
-    """Keep in `state.epoch` how many epochs are done, over all calls of `fit`."""
+    """Keep in `state.epoch` how many epochs are done, over all calls of `fit`.
+
+    Callbacks that set the rate by the epoch need fit(epochs=..., initial_epoch=state.epoch): with epochs=... -
+    state.epoch `fit` counts from 0 again after each change of ranks, and rank 0 warns that they begin again.
+    """
 
     attribute = "epoch"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._epochs_before, self._finished_epochs = self.state.epoch, set[int]()
+        self._schedules = [callback for callback in callbacks_of_fit() if isinstance(callback, _SCHEDULES)]
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        is_first = not self._finished_epochs
+        if is_first and epoch < self._epochs_before and self._schedules and hvd.rank() == 0:
+            log.warning(
+                f"model.fit: {type(self._schedules[0]).__name__} begins again at epoch {epoch + 1}, though state.epoch "
+                f"says that {self._epochs_before} are done. Give fit(epochs=..., initial_epoch=state.epoch), epochs "
+                "over all calls of fit."
+            )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._finished_epochs.add(epoch)  # numbered from the initial_epoch of this fit

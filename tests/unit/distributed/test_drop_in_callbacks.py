@@ -124,3 +124,41 @@ def test_elastic_ranks_restore_no_backup(
     given = [keras.callbacks.BackupAndRestore(tmp_path), other]
     with pytest.raises(UserError, match=r"^model.fit: BackupAndRestore .* older .*; use ModelCheckpoint"):
         fitted(*given[:: 1 if is_first else -1])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "initial_epoch", "rank", "is_said"),
+    [
+        (keras.callbacks.LearningRateScheduler(lambda epoch: 0.1), 0, 0, True),
+        (LearningRateWarmupCallback(0.1), 0, 0, True),
+        (LearningRateScheduleCallback(0.1, 1.0), 0, 1, False),
+        (LearningRateScheduleCallback(0.1, 1.0), 2, 0, False),
+        (keras.callbacks.Callback(), 0, 0, False),
+    ],
+)
+def test_a_schedule_that_begins_again_after_a_change_of_ranks_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    schedule: keras.callbacks.Callback,
+    initial_epoch: int,
+    rank: int,
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: rank)
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 2)
+    state = SimpleNamespace(epoch=2)
+    fitted(elastic.UpdateEpochStateCallback(state), schedule, initial_epoch=initial_epoch, epochs=initial_epoch + 2)
+    assert state.epoch == 4
+    said = [
+        f"model.fit: {type(schedule).__name__} begins again at epoch 1, though state.epoch says that 2 are done. Give "
+        "fit(epochs=..., initial_epoch=state.epoch), epochs over all calls of fit."
+    ]
+    assert caplog.messages == said * is_said
+
+
+def test_rates_follow_the_batches_that_an_epoch_had_before_a_change_of_ranks() -> None:
+    state, rates = SimpleNamespace(batch=1), list[float]()
+    schedule: Any = LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
+    schedule._set_rate = rates.append
+    fitted(elastic.UpdateBatchStateCallback(state), schedule, epochs=2)
+    assert rates == [0.5, 1, 1.5]
