@@ -122,7 +122,13 @@ def reset_counts() -> None:
             counter.assign(0)
 
 
-def forget_process_set(process_set_id: int) -> None:
+def forget_process_sets() -> None:
+    """Forget the numbers and counts of all process sets that a shutdown of Horovod has removed."""
+    for process_set_id in {*_numbers, *_counters} - {hvd.global_process_set.process_set_id}:
+        forget_process_set(process_set_id)
+
+
+def forget_process_set(process_set_id: int | None) -> None:
     """Forget the numbers and counts of a process set that is removed: Horovod gives its id to another."""
     _numbers.pop(process_set_id, None)
     _counters.pop(process_set_id, None)

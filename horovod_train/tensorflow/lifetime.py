@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 _watch: _Watch | None = None
 _started: StartedProcess | None = None
 """Referenced here to keep its rendezvous open: ranks that start late still need it."""
+_process_sets: list[hvd.ProcessSet] = []
+"""Those that Horovod was given since it has started."""
 
 
 def init(
@@ -92,6 +94,7 @@ def init(
     agreement.switch(agreement.Guards(check_weights, files_on_root_only, end_epochs_together))
     environment = _stall_environment(limits) if watch_ranks and not is_elastic else None
     _started = start_process(environment=environment, process_sets=process_sets)
+    _process_sets[:] = () if isinstance(process_sets, str) else process_sets or ()
     if pin_device:
         _pin(_started)
     if watch_ranks and limits.enabled:
@@ -105,6 +108,10 @@ def shutdown() -> None:
     hvd.shutdown()
     if _started is not None:
         _started.close()
+    agreement.forget_process_sets()  # the next start may give their ids to others
+    for process_set in _process_sets:
+        process_set.process_set_id = None
+    _process_sets.clear()
 
 
 def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessSet:
@@ -114,7 +121,8 @@ def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessS
     """
     if launcher.detect().is_elastic:
         raise UserError("hvd.add_process_set: horovodrun --min-np started an elastic script, which has no such sets.")
-    return hvd.add_process_set(process_set)
+    _process_sets.append(hvd.add_process_set(process_set))
+    return _process_sets[-1]
 
 
 def remove_process_set(process_set: hvd.ProcessSet) -> bool:

@@ -318,28 +318,50 @@ def test_ranks_of_hosts_with_one_name_meet(tmp_path: Path) -> None:
 
 AGAIN = """
 import json, os, sys
+import keras
 import horovod_train.tensorflow as hvd
 import tensorflow as tf
-sets = "dynamic" if sys.argv[2] == "dynamic" else None
-sums = []
+sums, said = [], []
 for times in range(3):
-    hvd.init(process_sets=sets)
-    if times == 1 and sets:
-        hvd.add_process_set([1])
-    sums.append(float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="sum")))
+    some = hvd.ProcessSet([times, (times + 1) % 3])
+    is_static = sys.argv[2] == "static"
+    hvd.init(process_sets=[some] if is_static else "dynamic")
+    if not is_static:
+        hvd.add_process_set(some)
+    if times:
+        try:
+            hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=before)
+        except Exception as error:
+            said.append(str(error))
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def gradient():
+        with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, process_set=some) as tape:
+            loss = variable * (1.0 + hvd.rank())
+        return tape.gradient(loss, variable)
+
+    sums.append([float(gradient()), float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="sum"))])
     hvd.shutdown()
+    before = some
 with open(f"{sys.argv[1]}/{os.environ['HOROVOD_TRAIN_RANK']}.json", "w") as file:
-    json.dump(sums, file)
+    json.dump([sums, said], file)
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sets", ["static", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
-def test_ranks_that_shut_horovod_down_meet_again(tmp_path: Path, sets: str) -> None:
+def test_ranks_that_shut_horovod_down_meet_again_in_other_process_sets(tmp_path: Path, sets: str) -> None:
+    """All sets have the same id in turn, and a rank that was in none before has numbered nothing."""
     (tmp_path / "again.py").write_text(AGAIN)
-    words = ["-np", "2", "--over", "gloo", "--max-restarts", "0", "--", sys.executable, tmp_path / "again.py", tmp_path]
+    words = ["-np", "3", "--over", "gloo", "--max-restarts", "0", "--", sys.executable, tmp_path / "again.py", tmp_path]
     environment = rank_environment() | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
     command = [sys.executable, "-m", "horovod_train.main", "launch", *map(str, words), sets]
     finished = run_process(command, environment=environment)
     assert finished.returncode == 0, finished.text
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[2.0] * 3] * 2
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    gradients = [[3.0, 1.0, 4.0], [3.0, 5.0, 2.0], [3.0, 5.0, 4.0]]
+    assert [[total for total, _ in sums] for sums, _ in found] == gradients
+    assert all(everywhere == 3.0 for sums, _ in found for _, everywhere in sums)
+    unknown = "DistributedOptimizer: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it."
+    assert [said for _, said in found] == [[unknown] * 2] * 3
