@@ -11,6 +11,17 @@ from horovod import runner
 from horovod_train.errors import UserError
 
 
+class _Options(runner._HorovodArgs):
+    """What Horovod gives its launcher. In 0.28.1 two that are not chosen are (None,), and ranks get that text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cycle_time_ms = self.cache_capacity = None
+
+
+runner._HorovodArgs = _Options
+
+
 @functools.wraps(runner.run)
 def run(*arguments: Any, **options: Any) -> Any:
     # Horovod's own processes import the script again, under this name.

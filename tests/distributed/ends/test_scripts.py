@@ -55,7 +55,7 @@ def test_a_function_is_called_on_two_ranks_and_its_results_come_back(tmp_path: P
     results = tmp_path / "results.json"
     finished = run_process([sys.executable, str(PROGRAMS / "run_function.py"), str(results)])
     assert finished.returncode == 0, finished.text
-    assert json.loads(results.read_text()) == [[0, 2, 1.5], [1, 2, 1.5]]
+    assert json.loads(results.read_text()) == [[0, 2, 1.5, []], [1, 2, 1.5, []]]
 
 
 @pytest.mark.long

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import horovod_train
 
 
-def average_of_ranks(start: float) -> tuple[int, int, float]:
+def average_of_ranks(start: float) -> tuple[int, int, float, list[str]]:
     import horovod_train.keras as hvd
 
+    chosen = [name for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY") if name in os.environ]
     hvd.init()
-    return hvd.rank(), hvd.size(), float(hvd.allreduce(start + hvd.rank()))
+    return hvd.rank(), hvd.size(), float(hvd.allreduce(start + hvd.rank())), chosen
 
 
 if __name__ == "__main__":
