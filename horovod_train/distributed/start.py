@@ -122,10 +122,10 @@ def start_process(
         deterministic=deterministic,
         extra_defaults=environment,
     )
-    # Horovod and MPI read these when they initialise.
-    os.environ |= {setting.name: setting.value for setting in settings}
-    _allow_open_files(started_by)
-    with ExitStack() as rendezvous:
+    with _environment_kept_if_alone(started_by), ExitStack() as rendezvous:
+        # Horovod and MPI read these when they initialise.
+        os.environ |= {setting.name: setting.value for setting in settings}
+        _allow_open_files(started_by)
         if started_by.step is not None:  # the launcher does not bring the ranks together
             from horovod_train.distributed.launch.rendezvous import open_rendezvous
 
@@ -134,6 +134,22 @@ def start_process(
         _check_rank_and_size(started_by)
         host_cores = usable_cores(len(cores))
         return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all())
+
+
+@contextmanager
+def _environment_kept_if_alone(started_by: launcher.Launch) -> Iterator[None]:
+    """Undo, in a process that no launcher started, what is set for Horovod inside the block, where Horovod reads it.
+
+    Ranks that such a process starts, as a notebook does, would take it for what the user has set.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+    try:
+        yield
+    finally:
+        if started_by.launcher == "none":
+            for name in [name for name in os.environ if name.startswith("HOROVOD_") and name not in before]:
+                del os.environ[name]
+            os.environ |= before
 
 
 def _allow_open_files(started_by: launcher.Launch) -> None:
@@ -231,7 +247,8 @@ def horovod_alone() -> Iterator[None]:
     started_by = launcher.detect()
     if started_by.launcher != "none":
         raise UserError(f"this command is for one process; {started_by.launcher} started {started_by.size}.")
-    initialise(started_by)
+    with _environment_kept_if_alone(started_by):
+        initialise(started_by)
     try:
         yield
     finally:
