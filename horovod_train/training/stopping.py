@@ -6,6 +6,7 @@ process.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -34,6 +35,8 @@ RING_RANKS = 100
 """So many ranks over gloo vote once in SECONDS_BETWEEN_VOTES, more of them less often."""
 FIRST_SAVE_S = 60.0
 """Time kept for a save before the deadline if none has been measured; or a tenth of the time left, if that is less."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -217,9 +220,17 @@ class StopCoordinator:
 def collected_signals() -> Iterator[Set[int]]:
     """Collect signals as stop reasons instead of ending the process; a second SIGINT ends it immediately.
 
-    SIGHUP remains ignored if it is, as under `nohup`.
+    SIGHUP remains ignored if it is, as under `nohup`. Outside the main thread, to which Python gives signals, none are
+    collected.
     """
     received: set[int] = set()
+    if threading.current_thread() is not threading.main_thread():
+        log.warning(
+            f"signals do not stop this run, because it is not in the main thread: use the file {STOP_FILE}, or "
+            "train.max_time"
+        )
+        yield received
+        return
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     collected = [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and is_deaf)]
     before = {number: signal.signal(number, lambda number, frame: received.add(number)) for number in collected}

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -235,3 +236,21 @@ def test_signals_that_announce_the_end_are_collected_and_an_ignored_hangup_stays
             assert signal.getsignal(signal.SIGHUP) == handler
         finally:
             signal.signal(signal.SIGHUP, before)
+
+
+def test_outside_the_main_thread_no_signal_is_collected_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A run in another thread starts all the same."""
+    found: list[object] = []
+
+    def run() -> None:
+        with collected_signals() as received:
+            found.append(received)
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [set()]
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
+    said = "signals do not stop this run, because it is not in the main thread: use the file STOP, or train.max_time"
+    assert caplog.messages == [said]
