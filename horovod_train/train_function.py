@@ -47,9 +47,12 @@ def train(
     config: a path, the name of a built-in config, a dict of sections, or a Config. overrides: "section.key=value". np:
     the number of ranks to start on this machine.
 
-    Without np this process is one rank: alone, or one of its launcher, whose ranks must all make this call. With np
-    it waits for other processes, and shows what they print: for notebooks, and for scripts that use the model. They
-    import what the config names, from this folder or sys.path, and run none of the caller's code.
+    Without np this process is one rank: alone, or one of its launcher, whose ranks must all make this call. The first
+    SIGINT, as of an interrupted cell, stops the run; the second ends the process, or raises KeyboardInterrupt in a
+    notebook and in Python's shell. Outside the main thread no signal reaches the run.
+
+    With np it waits for other processes, and shows what they print: for notebooks, and for scripts that use the model.
+    They import what the config names, from this folder or sys.path, and run none of the caller's code.
 
     The model has the weights of the last checkpoint, or their moving averages if the run keeps any, and is not
     compiled. A run that is asked to stop returns with `finished: false`; called again, it resumes. The environment, the

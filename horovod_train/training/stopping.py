@@ -11,13 +11,15 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +27,7 @@ import tensorflow as tf
 from horovod_train.checkpoint.manager import SLOWEST_BYTES_PER_S, Store
 from horovod_train.config.settings import EarlyStoppingConfig, Watched
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import Lease
@@ -220,8 +223,9 @@ class StopCoordinator:
 def collected_signals() -> Iterator[Set[int]]:
     """Collect signals as stop reasons instead of ending the process; a second SIGINT ends it immediately.
 
-    SIGHUP remains ignored if it is, as under `nohup`. Outside the main thread, to which Python gives signals, none are
-    collected.
+    In an interactive process that no launcher started, such as a notebook's, a second SIGINT raises KeyboardInterrupt
+    instead, after the compiled call under way. SIGHUP remains ignored if it is, as under `nohup`. Outside the main
+    thread, to which Python gives signals, none are collected.
     """
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
@@ -233,9 +237,16 @@ def collected_signals() -> Iterator[Set[int]]:
         return
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     collected = [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and is_deaf)]
-    before = {number: signal.signal(number, lambda number, frame: received.add(number)) for number in collected}
+    keeps_process = hasattr(sys, "ps1") and launcher.detect().launcher == "none"
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in received and keeps_process:
+            raise KeyboardInterrupt
+        received.add(number)
+
+    before = {number: signal.signal(number, receive) for number in collected}
     try:
-        with _end_at_second_sigint():
+        with nullcontext() if keeps_process else _end_at_second_sigint():
             yield received
     finally:
         for number, handler in before.items():

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -254,3 +255,15 @@ def test_outside_the_main_thread_no_signal_is_collected_and_that_is_said(caplog:
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
     said = "signals do not stop this run, because it is not in the main thread: use the file STOP, or train.max_time"
     assert caplog.messages == [said]
+
+
+def test_a_second_sigint_interrupts_an_interactive_process_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a cell that is interrupted twice, whose notebook keeps what it has computed."""
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    with collected_signals() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received == {signal.SIGINT}
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
