@@ -49,7 +49,8 @@ def train(
 
     Without np this process is one rank: alone, or one of its launcher, whose ranks must all make this call. The first
     SIGINT, as of an interrupted cell, stops the run; the second ends the process, or raises KeyboardInterrupt in a
-    notebook and in Python's shell. Outside the main thread no signal reaches the run.
+    notebook and in Python's shell. Outside the main thread no signal reaches the run. Horovod is shut down afterwards,
+    unless the caller had started it, with hvd.init.
 
     With np it waits for other processes, and shows what they print: for notebooks, and for scripts that use the model.
     They import what the config names, from this folder or sys.path, and run none of the caller's code.

@@ -49,6 +49,8 @@ class WorkerGroup:
     """The settings that Horovod and MPI found in this rank's environment."""
     deterministic: bool = False
     """Whether sums over ranks have the same bits in each run, over gloo and over MPI."""
+    keeps_horovod: bool = False
+    """Whether `close` leaves Horovod running, because the caller had started it."""
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
     """What this rank is doing, for the watchdog; all collectives here run in its phase `exchange`."""
 
@@ -171,7 +173,8 @@ class WorkerGroup:
     def close(self) -> None:
         """Collective: synchronise for the last time."""
         self.barrier()
-        hvd.shutdown()
+        if not self.keeps_horovod:
+            hvd.shutdown()
 
 
 def as_tf_variable(variable: Any) -> tf.Variable:

@@ -91,6 +91,8 @@ class StartedProcess:
     """Cores that the ranks of this host may use together."""
     rendezvous: ExitStack
     """Must stay open until the group is formed: ranks that start late still need it."""
+    has_run_before: bool
+    """Whether Horovod ran already, as in a script that has started it and now trains."""
 
     def pin(self, devices: DeviceConfig) -> device.Device:
         """Pin this process to its device, see device.pin."""
@@ -114,6 +116,7 @@ def start_process(
     """Collective: initialise Horovod, as the first part of `start`. process_sets: further sets of ranks."""
     started_by = launcher.detect()
     started_by.check(may_be_elastic=True)
+    has_run_before = bool(hvd.is_initialized())
     settings = tuning.choose(
         horovod or HorovodConfig(),
         os.environ,
@@ -133,7 +136,7 @@ def start_process(
         cores = initialise(started_by, process_sets)
         _check_rank_and_size(started_by)
         host_cores = usable_cores(len(cores))
-        return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all())
+        return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all(), has_run_before)
 
 
 @contextmanager
@@ -192,6 +195,7 @@ def form_group(started: StartedProcess, rank_device: device.Device, *, determini
         devices=tuple(device.Device(*fields) for _, _, fields in facts),
         settings=started.settings,
         deterministic=deterministic,
+        keeps_horovod=started.has_run_before,
     )
     with group.raise_together():
         check_devices(group)
@@ -405,12 +409,13 @@ def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
     Returns what was done and why, None if nothing. The pause can only be chosen when Horovod starts, and the model is
     built later, so Horovod starts again. Only over MPI between CPUs: over gloo the ranks would find the addresses of
     the first start, and the threads of a short cycle take more time from the steps than they wait. A pause that the
-    user has set stays. No exchange may be under way.
+    user has set stays, and a Horovod that the caller has started. No exchange may be under way.
     """
     if group.size == 1 or group.exchange != "MPI" or any(device.gpu_keys for device in group.devices):
         return None
     may_change = any(setting.name == _CYCLE and setting.origin == "default" for setting in group.settings)
-    may_change = may_change and _TIMELINE not in os.environ  # a second start would overwrite it
+    # A second start would overwrite the timeline, and end what the caller has started.
+    may_change = may_change and _TIMELINE not in os.environ and not group.keeps_horovod
     votes = group.gather(may_change and gradient_bytes <= SMALL_BYTES)
     if not all(votes):
         return None

@@ -49,6 +49,7 @@ def test_runs_in_one_process_resume_and_leave_it_as_it_was(digits: Path, tmp_pat
     assert found["kept"] == ["config.yaml", "summary.json"]
     assert found["variables"] == []
     assert found["evaluated"] == 0, finished.text
+    assert found["horovod"]  # which the caller had started
     left = found["left"]  # after three runs in this process, and one on a rank of its own
     assert len(left) == 4
     assert {(one["policy"], one["same_states"]) for one in left} == {("float32", True)}

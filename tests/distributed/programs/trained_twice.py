@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 import horovod_train
+import horovod_train.tensorflow as hvd
 from horovod_train.main import main
 
 
@@ -54,6 +55,8 @@ kept = [file.name for file, content in zip(files, written, strict=True) if file.
 changed = {*before.items()} ^ {*os.environ.items()}
 variables = sorted(name for name, _ in changed if name.startswith("HOROVOD"))
 train(config, "train.epochs=2", np=1)
+hvd.init()
 evaluated = main(["evaluate", f"{out}/run"])
 facts = {"runs": found, "variables": variables, "kept": kept, "evaluated": evaluated, "left": left}
+facts["horovod"] = hvd.is_initialized()
 Path(out, "found.json").write_text(json.dumps(facts))
