@@ -84,7 +84,7 @@ def test_a_run_on_gpus_with_wrong_sums_does_not_start(monkeypatch: pytest.Monkey
     monkeypatch.setattr(objects, "gather", gather)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(horovod_info, "group_problem", problem)
-    started: Any = SimpleNamespace(started_by=SimpleNamespace(launcher="srun"), settings=())
+    started: Any = SimpleNamespace(started_by=SimpleNamespace(launcher="srun"), settings=(), has_run_before=False)
     group = start.form_group(started, Device("GPU 0", "", ("GPU-aa",), ("GPU:0",)))
     assert not asked  # it may hang: not before the watchdog runs
     with pytest.raises(UserError, match=r"^sums are wrong\. Build it again\.$"):
