@@ -10,9 +10,11 @@ their fractions. Everything that uses Keras is implemented here. All ranks must 
 
 from __future__ import annotations
 
+import inspect as _inspect
 from typing import Any, NoReturn
 
 import horovod.tensorflow as _horovod
+import tensorflow as _tf
 from horovod.tensorflow import (
     Adasum as Adasum,
     Average as Average,
@@ -85,6 +87,15 @@ grouped_allgather = named_by_call(_horovod.grouped_allgather)
 grouped_allreduce = mean_with_fractions(named_by_call(_horovod.grouped_allreduce))
 grouped_reducescatter = mean_with_fractions(_horovod.grouped_reducescatter)
 reducescatter = mean_with_fractions(named_by_call(_horovod.reducescatter))
+
+# In a script's tf.function AutoGraph would rewrite these and all that they call, as the start of the watch.
+globals().update(
+    {
+        name: _tf.autograph.experimental.do_not_convert(value)
+        for name, value in list(globals().items())
+        if _inspect.isfunction(value) and not name.startswith("_")
+    }
+)
 
 REPLACEMENTS = {
     "BroadcastGlobalVariablesHook": "Estimators are TensorFlow 1: use model.fit and "

@@ -184,16 +184,21 @@ def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Pa
     assert "another rank has gone" not in finished.stderr
 
 
-@pytest.mark.long
-def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
-    finished = run_script(tmp_path, "srun", "hangs")
+@pytest.mark.parametrize(
+    ("trouble", "step"), [pytest.param("hangs", 96, marks=pytest.mark.long), ("hangs-in-its-loop", 12)]
+)
+def test_a_rank_that_hangs_in_a_callback_or_in_a_loop_of_its_own_is_named(
+    tmp_path: Path, trouble: str, step: int
+) -> None:
+    finished = run_script(tmp_path, "srun", trouble)
     assert finished.returncode == 87, finished.text
     # Not by lines, because the stacks of both ranks are written at the same time.
     said = re.findall(
-        r"error: stalled: rank (\d) \(.+?\) has been in train for \d+ s at step 96; 1 rank waits for it",
+        rf"error: stalled: rank (\d) \(.+?\) has been in train for \d+ s at step {step}; 1 rank waits for it",
         finished.stderr,
     )
     assert said == ["1"], finished.text
+    assert "AutoGraph could not transform" not in finished.stderr
 
 
 @pytest.mark.exhaustive

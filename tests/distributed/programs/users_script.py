@@ -22,7 +22,8 @@ OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
 STOP_S = 6.0  # longer than TensorFlow traces on a busy machine
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=STOP_S, first_step_after_s=60)
 LONG_S = STOP_S + 1
-watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time", "broadcasts-alone") else TROUBLE != "unwatched"
+of_limits = ("hangs", "hangs-in-its-loop", "takes-its-time", "broadcasts-alone")
+watch_ranks = LIMITS if TROUBLE in of_limits else TROUBLE != "unwatched"
 hvd.init(watch_ranks=watch_ranks)
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
@@ -112,6 +113,27 @@ def penalise_inputs() -> None:
         gradients(tf.constant(x[:4]))
 
 
+def hang_in_a_loop() -> None:
+    """Train as Horovod's tensorflow2_mnist does, which broadcasts in its compiled step, until rank 1 hangs."""
+    adam = keras.optimizers.Adam(0.01)
+
+    @tf.function
+    def step(rows: tf.Tensor, is_first: bool) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(rows) ** 2)
+        tape = hvd_tf.DistributedGradientTape(tape)
+        weights = model.trainable_variables
+        adam.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        if is_first:
+            hvd_tf.broadcast_variables(model.variables, root_rank=0)
+            hvd_tf.broadcast_variables(adam.variables, root_rank=0)
+
+    for number in range(13):
+        step(tf.constant(x[:4]), number == 0)
+        if number == 11 and hvd.rank() == 1:
+            threading.Event().wait()
+
+
 class Differ(keras.callbacks.Callback):
     """Adds a metric that gets better on rank 1 and worse on rank 0."""
 
@@ -167,6 +189,8 @@ elif TROUBLE == "takes-its-time":
     callbacks.append(Dawdle())
 elif TROUBLE == "trains-on":
     callbacks.append(Tell())
+if TROUBLE == "hangs-in-its-loop":
+    hang_in_a_loop()
 epochs = 100_000 if TROUBLE == "trains-on" else 4
 own: Any = {"x": x, "y": y, "batch_size": 4, "shuffle": TROUBLE not in ("backs-up", "backs-up-on-root", "nan")}
 if TROUBLE == "takes-its-time":
