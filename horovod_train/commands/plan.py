@@ -202,6 +202,8 @@ class Sizes:
     """What brings a learning rate that is not in the config."""
     fine_tuning: Mapping[str, str] = field(default_factory=dict)
     """What the model begins with and what of it is trained, in words, by what it is about."""
+    warnings: tuple[str, ...] = ()
+    """As the run's log has them."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Json, list[str]
     }
     notes = [*filter(None, [kept_batch(outlook.unresolved, config, ranks)]), *outlook.records.notes]
     notes += outlook.eval_records.notes if outlook.eval_records else ()
-    return facts, [*dict.fromkeys(notes), *_second_look(config, facts)]
+    return facts, [*dict.fromkeys(notes), *sizes.warnings, *_second_look(config, facts)]
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:

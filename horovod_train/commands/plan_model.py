@@ -155,6 +155,7 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         memory=memory,
         rate_of=components.rate_of,
         fine_tuning=dict(_fine_tuning(components, outlook)),
+        warnings=components.warnings,
     )
 
 

@@ -53,6 +53,7 @@ _CROSSENTROPIES = (
     keras.losses.CategoricalCrossentropy,
     keras.losses.BinaryCrossentropy,
 )
+_PRODUCTS = ("BatchMatMulV2", "Conv1D", "Conv2D", "Conv3D", "Einsum", "MatMul")
 _OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
 """Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
@@ -149,7 +150,8 @@ def takes_logits(loss: Any) -> bool | None:
         return True if loss._function in OUR_LOSSES.values() else None
     if isinstance(loss, _CROSSENTROPIES):
         return bool(loss.get_config().get("from_logits"))
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
+    function = getattr(loss, "fn", loss)  # of what `compile` makes of a name or a function
+    name = loss if isinstance(loss, str) else getattr(function, "__name__", "")
     return False if fold(name) in {fold(kind.__name__) for kind in _CROSSENTROPIES} else None
 
 
@@ -266,6 +268,26 @@ def refuse_logits(outputs: Any, name: str) -> None:
             f"loss {name} takes logits, but the model ends in a {made_by.lower()}, which makes probabilities of them; "
             "leave one of the two out"
         )
+
+
+def ends_in_logits(outputs: Any) -> bool:
+    """In a compiled step: return whether outputs are certainly no probabilities: a product with weights, or its sum."""
+    if not isinstance(outputs, tf.Tensor) or not tf.is_symbolic_tensor(outputs):
+        return False
+    operation = _without_shape(outputs)
+    if operation.type in ("AddV2", "BiasAdd"):
+        return any(map(ends_in_logits, operation.inputs))
+    # A matrix may also mix probabilities, as where labels are noisy.
+    of_what = {_without_shape(tensor).type for tensor in operation.inputs}
+    return operation.type in _PRODUCTS and not of_what & {"Softmax", "Sigmoid"}
+
+
+def _without_shape(tensor: tf.Tensor) -> Any:
+    """Return the operation that a tensor's values come from."""
+    operation = tensor.op
+    while operation.type in ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze"):
+        operation = operation.inputs[0].op
+    return operation
 
 
 def held_losses(model: keras.Model) -> list[keras.losses.Loss]:

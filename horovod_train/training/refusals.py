@@ -208,6 +208,11 @@ def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
     for loss in losses_of(step.state.model):
         if isinstance(loss, _OVER_BATCHES) and size > 1:
             yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
+    for name in step.shares.given_logits:
+        yield (
+            f"the loss {name} takes probabilities, but the model ends without softmax or sigmoid, so that it does not "
+            "learn as it should. Give the loss from_logits: true, in its options or in compile; or end it with one."
+        )
     for path in step.figures.averaged if size > 1 else ():
         yield (
             f"metrics: the state {path} is neither a sum nor a maximum or minimum, so it is averaged over ranks. Add "

@@ -20,7 +20,7 @@ from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.allreduce import exchange_name, with_values
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.keras_seams import mask_of, take_class
-from horovod_train.training.losses import refuse_logits
+from horovod_train.training.losses import ends_in_logits, refuse_logits, takes_logits
 from horovod_train.training.nonfinite import restored_if
 
 Data = Any
@@ -162,6 +162,8 @@ class Shares:
         self.exchanged: list[str] = []
         """The names of losses that are divided by something else than rows, so that ranks exchange by what; known after
         a trial."""
+        self.given_logits: list[str] = []
+        """The names of losses that take probabilities and got what is none; known after a trial."""
         self._is_tried = False
 
     @contextmanager
@@ -188,12 +190,20 @@ class Shares:
 
     @contextmanager
     def noting_exchanged(self) -> Iterator[None]:
-        """Inside the block, in which a step is tried: note in `exchanged` which losses are not divided by rows."""
+        """Inside the block, in which a step is tried: note in `exchanged` which losses are not divided by rows.
+
+        And in `given_logits` which take logits for probabilities.
+        """
         self._is_tried = True
         try:
             yield
         finally:
             self._is_tried = False
+
+    def note_outputs(self, loss: keras.losses.Loss, outputs: Any) -> None:
+        if self._is_tried and loss.name not in self.given_logits:
+            is_wrong = takes_logits(loss) is False and ends_in_logits(outputs)
+            self.given_logits += [loss.name] if is_wrong else []
 
     def scaled(self, gradient: Any) -> Any:
         """Return a gradient times the share; 0 if that is 0, whatever the rows are that were computed instead."""
@@ -253,6 +263,7 @@ def _of_all_ranks(base: type) -> type:
         def call(self, y_true: Any, y_pred: Any) -> Any:
             if getattr(self, "from_logits", False):
                 refuse_logits(y_pred, self.name)
+            self._shares.note_outputs(self, y_pred)
             values = super().call(y_true, y_pred)
             _check_is_of_rows(self.name, values, y_true, y_pred)
             self.__dict__["_unreduced"] = values

@@ -95,6 +95,12 @@ def test_sizes_are_those_of_the_model_as_built(config_file: Path, capsys: pytest
     assert "SwapEMAWeights has them evaluated" in by_keras["fine_tuning"]["averages"]
 
 
+def test_what_the_log_of_a_run_would_warn_of_is_a_note(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "model={name: horovod_train.models.mlp:build_for_images, options: {image_size: 4}}"
+    (note,) = facts_of(config_file, capsys, model, "loss=auto", "loss.options={}")["notes"]
+    assert note.startswith("the loss sparse_categorical_crossentropy takes probabilities, but the model ends without")
+
+
 def test_records_that_data_cache_keeps_are_in_the_memory_of_a_rank(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

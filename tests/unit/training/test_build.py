@@ -302,7 +302,6 @@ def test_a_loss_over_a_batch_has_a_line_that_says_how_ranks_combine_it(batches: 
     class Compares(keras.losses.Circle):
         """Takes labels and embeddings, as Circle does."""
 
-    assert not [*list_warnings(Config(), 2, train(batches, compiled("sparse_categorical_crossentropy")))]
     for loss in (keras.losses.Circle(), Compares()):
         assert [*list_warnings(Config(), 2, train(batches, compiled(loss)))] == [
             "the loss circle compares the records of a batch; it is averaged over ranks.",
@@ -332,10 +331,46 @@ def test_a_loss_for_which_ranks_meet_in_each_step_has_a_line_under_local(
     loss = loss if isinstance(loss, str) else keras.losses.deserialize(keras.losses.serialize(loss))
     words = {"train": {"synchronization": "local", "average_every_steps": 4}}
     step = train(source, compiled(loss, last and keras.layers.deserialize(keras.layers.serialize(last))), **words)
+    step.shares.given_logits.clear()  # another test is about these
     lines = [*list_warnings(build(Config, {"model": "users:model"} | words, ""), 2, step)]
     expected = [f"the loss {exchanged} is divided by what a mask or weights count"] if exchanged else []
     assert [line.partition(",")[0] for line in lines] == expected
     assert not [*list_warnings(Config(), 2, step)]
+
+
+HALF = "mixed_float16"
+ENDS: dict[str, tuple[Callable[[], keras.Layer], bool]] = {
+    "dense": (layers.Identity, True),
+    "reshaped": (lambda: layers.Reshape((10,)), True),
+    "without bias": (lambda: keras.Sequential([layers.ReLU(), layers.Dense(10, use_bias=False)]), True),
+    "half": (lambda: layers.Dense(10, dtype=HALF), True),
+    "a position each": (lambda: keras.Sequential([layers.Reshape((1, 10)), layers.Dense(10), layers.Flatten()]), True),
+    "einsum": (lambda: layers.EinsumDense("ab,bc->ac", output_shape=(10,), bias_axes="c"), True),
+    "softmax": (layers.Softmax, False),
+    "activation": (lambda: layers.Dense(10, activation="softmax"), False),
+    "sigmoid": (lambda: layers.Lambda(ops.sigmoid), False),
+    "half softmax": (
+        lambda: keras.Sequential([layers.Dense(10, "softmax", dtype=HALF), layers.Activation("linear")]),
+        False,
+    ),
+    "reshaped softmax": (lambda: keras.Sequential([layers.Softmax(), layers.Reshape((10,)), layers.Identity()]), False),
+    "confused classes": (lambda: keras.Sequential([layers.Softmax(), layers.Dense(10, use_bias=False)]), False),
+    "a mixture": (lambda: layers.Lambda(lambda x: 0.5 * ops.softmax(x) + 0.5 * ops.softmax(2 * x)), False),
+}
+"""How a model may end, and whether what it gives then are certainly no probabilities."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_logits_for_a_loss_of_probabilities_have_a_line(batches: Pipeline, name: str) -> None:
+    build_last, is_told = ENDS[name]
+    entropy = "sparse_categorical_crossentropy"
+    for loss, words in ((entropy, {}), (keras.losses.SparseCategoricalCrossentropy(), {}), (None, {"loss": entropy})):
+        lines = [*list_warnings(Config(), 1, train(batches, compiled(loss, build_last()), **words))]
+        expected = f"the loss {entropy} takes probabilities, but the model ends without softmax"
+        assert [line[: len(expected)] for line in lines] == [expected] * is_told
+    if is_told:
+        of_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        assert not [*list_warnings(Config(), 1, train(batches, compiled(of_logits, build_last())))]
 
 
 LOGITS = {"from_logits": True}
