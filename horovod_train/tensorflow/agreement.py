@@ -3,13 +3,16 @@
 A script that never broadcasts root's weights trains another model on each rank, and no other check would notice. The
 check waits for the tenth exchange, because a script may broadcast after its first step, when all variables exist, and
 may exchange several times in a step. It is repeated after hvd.join, because ranks that joined early have older weights.
+Ranks with equal gradients, as of a script that gives each the same rows, are told then.
 Also numbers variables alike on all ranks, and holds which checks `init` has switched off.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import logging
 import traceback
 import weakref
 from collections import defaultdict
@@ -29,6 +32,8 @@ from horovod_train.errors import RanksDisagree
 from horovod_train.shown_text import listed
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 CHECKED_EXCHANGE = 10
 _ADVICE = (
@@ -140,17 +145,22 @@ def cause_of(error: BaseException) -> BaseException:
     return _disagreement if is_disagreement and _disagreement is not None else error
 
 
-def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
-    """Collective at its tenth run: count, and raise RanksDisagree in the step if ranks hold different values."""
+def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
+    """Collective at its tenth run: count, and raise RanksDisagree in the step if ranks hold different values.
+
+    gradients: of the variables, this rank's. If they are equal on all ranks then, the first one says so.
+    """
     count = _counters[ranks.process_set_id][variables[0]].assign_add(1)
     if guards().check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
         with tf.device("CPU:0"):  # on a GPU the host would wait for the result in every step
             is_due = tf.equal(count, CHECKED_EXCHANGE)
-        tf.cond(is_due, lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
+        dense = [each for each in gradients if isinstance(each, tf.Tensor) and each.dtype.is_floating]
+        largest = max(dense, key=lambda each: each.shape.num_elements() or 0, default=tf.zeros(1))
+        tf.cond(is_due, lambda: _compare(variables, largest, name, ranks), lambda: tf.constant(True))
 
 
-def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
+def _compare(variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
     names = [name_of(variable) for variable in variables]
     may_await_broadcast = _awaits_broadcast and _is_in_fit()  # a `fit` that has failed leaves it True
 
@@ -160,20 +170,35 @@ def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.T
             return True
         taking_part = np.flatnonzero(rows[:, 0])
         try:
-            check_equal(rows[taking_part, 1:], names, np.array(members_of(ranks))[taking_part].tolist(), _ADVICE)
+            check_equal(rows[taking_part, 1:-1], names, np.array(members_of(ranks))[taking_part].tolist(), _ADVICE)
         except RanksDisagree as error:
             _disagreement = error
             raise
+        if len(taking_part) > 1 and rows[taking_part[0], -1] and len({*rows[taking_part, -1].tolist()}) == 1:
+            _warn_of_equal_rows(len(taking_part))
         return True
 
     with tf.device("CPU:0"):
-        own = tf.stack([tf.constant(1, tf.int64), *(digest(variable) for variable in variables)])
+        # Weights of NaN make equal gradients of any rows.
+        is_finite = tf.reduce_all(tf.math.is_finite(gradient))
+        of_rows = tf.where(is_finite, digest(gradient), tf.constant(0, tf.int64))
+        own = tf.stack([tf.constant(1, tf.int64), *(digest(variable) for variable in variables), of_rows])
         position = hvd.rank_op() if launcher.detect().is_elastic else ranks.rank()
         own_row = tf.one_hot(position, number_of_ranks(ranks), dtype=tf.int64)[:, tf.newaxis] * own
     # A sum, and on the device of the gradients' sums: ranks that are in hvd.join take part in those only, with zeros.
     rows = hvd.allreduce(own_row, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=ranks)
     with tf.device("CPU:0"):
         return tf.ensure_shape(tf.numpy_function(check, [rows], tf.bool), [])
+
+
+@functools.cache
+def _warn_of_equal_rows(count: int) -> None:
+    """Say on rank 0, the first time, that ranks have computed the same gradients."""
+    if hvd.rank() == 0:
+        log.warning(
+            f"all {count} ranks train on the same rows: their gradients are equal to the bit. x, y, weights = "
+            "hvd.shard(x, y) gives each rank its own; or shuffle with another seed on each."
+        )
 
 
 def _is_in_fit() -> bool:

@@ -261,14 +261,15 @@ class GradientCombiner:
         indices = [i for i in shared_indices if combined[i] is not None]
         # A tape may also differentiate by tensors, such as inputs, which differ by rank.
         by_inputs = [i for i in indices if isinstance(variables[i], tf.Tensor)]
-        weights = [variables[i] for i in indices if variables[i] is not None and i not in by_inputs]
+        of_weights = [i for i in indices if variables[i] is not None and i not in by_inputs]
+        weights = [variables[i] for i in of_weights]
         if by_inputs and not is_alone(self.process_set):
             _warn_of_inputs()
         check_have_gradients(weights)
         prefix = self.name or self.owner
         if weights:  # two optimizers of a script may have one name
             prefix = f"{prefix}.{number_of(weights[0], self.process_set)}"
-            count_exchange(weights, prefix, self.process_set)
+            count_exchange(weights, [combined[i] for i in of_weights], prefix, self.process_set)
         if self.scale_local_gradients:
             ranks = number_of_ranks(self.process_set)
             for i in local_indices:

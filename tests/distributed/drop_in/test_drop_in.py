@@ -104,6 +104,14 @@ def test_of_a_sync_that_a_lost_rank_breaks_off_nothing_stays(ranks: list[dict[st
         assert facts["after_a_broken_sync"] == [1.0, 1.0]
 
 
+def test_ranks_that_train_on_the_same_rows_are_told_once_by_root(ranks: list[dict[str, Any]]) -> None:
+    """Where rows differ, and where gradients are equal because they are all 0 or NaN, nothing is said."""
+    assert not any(facts["said_of_own_rows"] for facts in ranks)
+    (line,) = ranks[0]["said_of_equal_rows"]
+    assert line.startswith("all 2 ranks train on the same rows" if len(ranks) == 2 else "all 3 ranks")
+    assert not any(facts["said_of_equal_rows"] for facts in ranks[1:])
+
+
 def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert facts["failed_fit"] == "as it was told"  # before its broadcast: what comes after it is checked

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,34 @@ facts["refused"] = {
     "comm": error_of(lambda: hvd.init(comm=[0])),
     "no_variables": error_of(lambda: hvd.broadcast_variables("weights", root_rank=0)),
 }
+
+
+@contextmanager
+def lines_said() -> Iterator[list[str]]:
+    """Inside the block, what this package logs; known after it."""
+    stream, lines = io.StringIO(), list[str]()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("horovod_train").addHandler(handler)
+    yield lines
+    logging.getLogger("horovod_train").removeHandler(handler)
+    lines += stream.getvalue().splitlines()
+
+
+def train_on(x: np.ndarray, y: np.ndarray) -> None:
+    model = dense()
+    model.compile(distributed(), "mse")
+    for _ in range(12):
+        model.train_on_batch(x, y)
+
+
+# First what nothing is said of, because a line of it comes once.
+with lines_said() as facts["said_of_own_rows"]:
+    train_on(*batch(0))
+    train_on(np.zeros((ROWS, 6), np.float32), np.zeros((ROWS, 1), np.float32))  # no gradient
+    train_on(np.full((ROWS, 6), np.nan, np.float32), np.ones((ROWS, 1), np.float32))
+with lines_said() as facts["said_of_equal_rows"]:
+    train_on(*batch(0, range(2)))
+    train_on(*batch(1, range(2)))
 
 
 def after_two_passes(others_before: int) -> float:
