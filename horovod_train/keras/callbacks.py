@@ -389,6 +389,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self._power_to_tell = None if callable(multiplier) or multiplier == 1 else multiplier
         self._epoch, self._has_fixed_steps = 0, bool(steps_per_epoch)
         self._callbacks: list[keras.callbacks.Callback] = []
 
@@ -405,6 +406,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             ) from None
         if not self.staircase and not self._has_fixed_steps and not steps_of_epoch(self):
             raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
+        self._tell_of_power()
+
+    def _tell_of_power(self) -> None:
+        """Say on rank 0, once, which rates a number gives: some scripts mean a constant factor by it."""
+        number, self._power_to_tell = self._power_to_tell, None
+        first, last = self.start_epoch, math.inf if self.end_epoch is None else self.end_epoch
+        epochs = [epoch for epoch in range(first, first + 3) if epoch < last]
+        if number is None or len(epochs) < 2 or hvd.rank() != 0:
+            return
+        rates = ", ".join(f"{self.initial_lr * self.multiplier(epoch):g} in epoch {epoch}" for epoch in epochs)
+        log.warning(
+            f"{type(self).__name__}: multiplier={number:g} is raised to the power epoch - {first}: rate {rates}. For a "
+            f"constant factor: multiplier=lambda epoch: {number:g}."
+        )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch

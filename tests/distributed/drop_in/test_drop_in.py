@@ -265,6 +265,16 @@ def test_rates_are_those_that_horovod_documents(ranks: list[dict[str, Any]]) -> 
         assert facts["smooth"] == pytest.approx([0.4 * 0.5**epoch for epoch in at], rel=1e-6)
 
 
+def test_that_a_number_is_taken_to_the_power_of_the_epoch_is_said_once_by_root(ranks: list[dict[str, Any]]) -> None:
+    start, end = "LearningRateScheduleCallback: multiplier=", " For a constant factor: multiplier=lambda epoch: "
+    assert ranks[0]["said_of_powers"] == [
+        f"{start}0.5 is raised to the power epoch - 0: rate 0.4 in epoch 0, 0.2 in epoch 1, 0.1 in epoch 2.{end}0.5.",
+        f"{start}0.1 is raised to the power epoch - 2: rate 0.4 in epoch 2, 0.04 in epoch 3.{end}0.1.",
+    ]
+    assert not any(facts["said_of_powers"] for facts in ranks[1:])
+    assert not any(facts["said_of_constants"] for facts in ranks)
+
+
 def test_momentum_is_corrected_when_the_rate_changes(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert np.max(np.abs(np.subtract(facts["corrected"], facts["corrected_by_hand"]))) < 1e-5

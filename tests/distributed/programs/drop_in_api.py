@@ -471,9 +471,15 @@ facts["warmup"] = rates(keras.optimizers.Adam(0.8), hvd.callbacks.LearningRateWa
 facts["staircase"] = rates(
     sgd(), hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3)
 )[0]
-facts["smooth"] = rates(
-    sgd(), hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5, staircase=False, momentum_correction=False)
-)[0]
+
+with lines_said() as facts["said_of_powers"]:
+    power = hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5, staircase=False, momentum_correction=False)
+    facts["smooth"] = rates(sgd(), power)[0]
+    rates(sgd(), power)
+    rates(sgd(), hvd.callbacks.LearningRateScheduleCallback(0.4, 0.1, start_epoch=2, end_epoch=4))
+with lines_said() as facts["said_of_constants"]:
+    for multiplier, end in ((1, None), (lambda epoch: 0.1, None), (0.1, 3)):
+        rates(sgd(), hvd.callbacks.LearningRateScheduleCallback(0.4, multiplier, start_epoch=2, end_epoch=end))
 
 
 def by_hand(correction: bool) -> np.ndarray:
