@@ -128,6 +128,30 @@ def unsure_order(dataset: tf.data.Dataset) -> str | None:
     return None
 
 
+def is_of_batches(dataset: tf.data.Dataset) -> bool:
+    """Return whether the elements of a tf.data.Dataset are batches of pairs, as far as it tells Python.
+
+    Not windows over single values, of which a map makes pairs later.
+    """
+    return _holds_batches(dataset, _first_axes(dataset))
+
+
+def _first_axes(dataset: tf.data.Dataset) -> set[Any]:
+    """Return the lengths of the first axes of what a dataset gives; () for what has no axis."""
+    shapes = [getattr(spec, "shape", tf.TensorShape([])) for spec in tf.nest.flatten(dataset.element_spec)]
+    return {shape[0] if shape.rank else () for shape in shapes}
+
+
+def _holds_batches(dataset: tf.data.Dataset, rows: set[Any]) -> bool:
+    """rows: the first axes of what is made of this dataset in the end."""
+    name, inputs = type(dataset).__name__, dataset._inputs()
+    if "Unbatch" in name or _MADE_IN_GRAPHS.search(name):
+        return False
+    if "Batch" in name and isinstance(inputs[0].element_spec, tuple) and len(inputs[0].element_spec) == 2:
+        return _first_axes(dataset) == rows
+    return any(_holds_batches(part, rows) for part in inputs)
+
+
 def _parts(dataset: tf.data.Dataset) -> Iterator[tuple[str, str]]:
     """Yield (class or operation, "true", "false", "default" or "": is it deterministic) of all that is in a dataset."""
     name = type(dataset).__name__

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import unsure_order
+from horovod_train.keras_seams import is_of_batches, unsure_order
 
 _SEVERAL = "Give several inputs one by one, x1, x2, y, weights = hvd.shard(x1, x2, y), or as a dict."
 
@@ -104,6 +104,10 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
         )
     if not isinstance(dataset.element_spec, tuple) or len(dataset.element_spec) != 2:
         raise UserError(f"hvd.shard: expected a dataset of (x, y), not batched; received {dataset.element_spec}.")
+    if is_of_batches(dataset):
+        raise UserError(
+            "hvd.shard: expected a dataset of single records; received one of batches. Batch what it returns."
+        )
     if (cause := unsure_order(dataset)) is not None:
         advice = f"Apply {cause} to what hvd.shard returns."
         if cause == "deterministic=False":  # an option of the whole pipeline, wherever it is set

@@ -239,6 +239,13 @@ def test_a_dataset_that_may_be_in_another_order_on_each_rank_is_not_sharded(rank
         assert accepted == "accepted"
 
 
+def test_a_dataset_that_is_batched_already_is_not_sharded(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        refused, accepted = facts["shard_of_batches"]
+        assert refused.endswith("expected a dataset of single records; received one of batches. Batch what it returns.")
+        assert accepted == "accepted"
+
+
 def test_values_of_all_kinds_are_exchanged(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for rank, facts in enumerate(ranks):

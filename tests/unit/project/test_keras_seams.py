@@ -179,6 +179,7 @@ def test_each_slot_belongs_to_the_weight_for_which_it_was_made(build: Any) -> No
 
 
 RANGE = tf.data.Dataset.range(8)
+PAIRS = tf.data.Dataset.from_tensor_slices((X, Y))
 
 
 def of_three(number: tf.Tensor) -> tf.data.Dataset:
@@ -255,6 +256,27 @@ def test_the_data_service_has_no_order() -> None:
     dispatcher = service.DispatchServer()
     data = RANGE.apply(service.distribute(service.ShardingPolicy.OFF, dispatcher.target))
     assert keras_seams.unsure_order(data) == "the data service"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (PAIRS, False),
+        (PAIRS.batch(4), True),
+        (PAIRS.batch(4, drop_remainder=True).prefetch(1), True),
+        (PAIRS.batch(4, num_parallel_calls=2).take(1), True),
+        (PAIRS.padded_batch(4).map(lambda x, y: (x / 2, y)), True),
+        (PAIRS.batch(4).unbatch(), False),
+        (PAIRS.batch(4).unbatch().batch(2), True),
+        (PAIRS.batch(4).flat_map(lambda x, y: tf.data.Dataset.from_tensor_slices((x, y))), False),
+        (PAIRS.batch(4, drop_remainder=True).map(lambda x, y: (x, y[-1])), False),
+        (RANGE.batch(4, drop_remainder=True).map(lambda window: (window[:-1], window[1:])), False),
+        (tf.data.Dataset.from_generator(list, output_signature=PAIRS.element_spec), False),
+    ],
+)
+def test_batches_of_pairs_are_told_from_records(data: tf.data.Dataset, expected: bool) -> None:
+    """_inputs."""
+    assert keras_seams.is_of_batches(data) == expected
 
 
 def test_arrays_are_not_copied_to_find_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
