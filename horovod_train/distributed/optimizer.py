@@ -115,7 +115,9 @@ def distribute(optimizer: Any, apply: Apply) -> None:
     gradients are finite; ranks with different answers would wait for each other forever.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise UserError(f"DistributedOptimizer: expected a Keras 3 optimizer; received {type(optimizer).__name__}.")
+        advice = f" Give keras.optimizers.get({optimizer!r})." if isinstance(optimizer, str) else ""
+        kind = type(optimizer).__name__
+        raise UserError(f"DistributedOptimizer: expected a Keras 3 optimizer; received {kind}.{advice}")
     if isinstance(optimizer, _Distributed):
         raise UserError(f"DistributedOptimizer: {optimizer.name} is distributed already; wrap it once.")
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

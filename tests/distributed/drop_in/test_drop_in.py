@@ -72,6 +72,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
     for facts in ranks:
         refused = facts["refused"]
         assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
+        assert refused["no_optimizer"].endswith("received str. Give keras.optimizers.get('sgd').")
         assert refused["twice"].endswith(" is distributed already; wrap it once.")
         for name in ("inside_loss_scale", "inside_multi"):
             assert "and LossScaleOptimizer and MultiOptimizer take only an optimizer that is not." in refused[name]
