@@ -35,6 +35,12 @@ MOST_CLASSES = 20
 MOST_TEXTS = 1000
 """The most different texts that a column may have to be looked up in a vocabulary."""
 MOST_WORDS = 10_000
+NEARLY_ALL = 0.9
+_WRITTEN_NUMBER = re.compile(
+    r"(?P<sign>[^\w\s.,+-]?)\s*[+-]?(\d{1,3}(?P<between>[\s.,'’])\d{3}((?P=between)\d{3})*([.,]\d+)?|\d+([.,]\d+)?)"
+    r"(?P<unit>\s*\D{0,8})"
+)
+"""A number as people write it: $1,234.50 or 1.234,50 EUR."""
 _PUNCTUATION = re.compile(r"""[!"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']""")
 """What keras.layers.TextVectorization removes by default."""
 
@@ -116,10 +122,15 @@ def _table(arguments: argparse.Namespace) -> Draft:
     inputs = {name: column for name, column in table.items() if name != target}
     if not inputs:
         raise UserError(f"{arguments.path}: nothing is left to predict {target} from; expected two columns or more.")
-    layers = []
+    layers, notes = list[str](), list[str]()
+    records = len(table[target])
+    is_trained_on = parts_of_records(records, FOLDS) != 0
     for name, column in inputs.items():
         if column.dtype == object:
+            _refuse_written_numbers(arguments.path, name, column)
             texts = sorted(set(column.tolist()))
+            if len(texts) > NEARLY_ALL * records:
+                notes.append(f"{name} has {len(texts)} texts in {records} records, and says little of others")
             if len(texts) > MOST_TEXTS:
                 raise UserError(
                     f"{arguments.path}: column {name} has {len(texts)} different texts, more than can be looked up "
@@ -127,11 +138,15 @@ def _table(arguments: argparse.Namespace) -> Draft:
                 )
             layers.append(f"    {name!r}: {texts!r},")
         else:
-            mean, variance = float(column.mean(dtype=np.float64)), float(column.var(dtype=np.float64))
+            mean, variance = _moments(column[is_trained_on])
             layers.append(f"    {name!r}: ({mean:.6g}, {variance or 1.0:.6g}),")
     names = _classes_of(table[target])
     ends = _classification(epochs=30) if names else _regression()
     model = _with_slashes(TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n"), inputs)
+    if not names:
+        mean, variance = _moments(table[target][is_trained_on])
+        scaled = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", f"{variance**0.5 or 1.0:.6g}, offset={mean:.6g}")
+        model = model.replace(TABLE_OUTPUT, scaled)
     sections = [
         _data(arguments.path, _features(table, inputs, target), [target], inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
@@ -139,9 +154,13 @@ def _table(arguments: argparse.Namespace) -> Draft:
     ]
     kinds = [f"{name} ({'text' if column.dtype == object else 'numbers'})" for name, column in inputs.items()]
     what = f"{len(names)} classes" if names else "a number"
-    records = len(table[target])
     found = f"{records} records; {', '.join(kinds)} → {target}, {what}; {_split(records)}"
-    return Draft(found, sections, {"model.py": model})
+    return Draft("; note: ".join([found, *notes]), sections, {"model.py": model})
+
+
+def _moments(column: np.ndarray) -> tuple[float, float]:
+    """Return mean and variance."""
+    return float(column.mean(dtype=np.float64)), float(column.var(dtype=np.float64))
 
 
 def _with_slashes(model: str, names: Collection[str]) -> str:
@@ -245,7 +264,32 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
         raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
     if len(table[target]) < 2 * FOLDS:
         raise UserError(f"{arguments.path}: expected at least {2 * FOLDS} records; it has {len(table[target])}.")
+    if table[target].dtype == object:
+        _refuse_written_numbers(arguments.path, target, table[target])
+        counts = Counter(table[target].tolist())
+        once = sum(count == 1 for count in counts.values())
+        if once > len(table[target]) / 2:
+            raise UserError(
+                f"{arguments.path}: {target} has {len(counts)} texts in {len(table[target])} records, of which {once} "
+                f"occur once; they are no classes. Give another column with --target, of {', '.join(table)}."
+            )
     return table, target
+
+
+def _refuse_written_numbers(path: str, name: str, column: np.ndarray) -> None:
+    """Raise UserError for a column of texts that are numbers with thousands, decimal commas or a unit."""
+    numbers = [_WRITTEN_NUMBER.fullmatch(text.strip()) for text in column.tolist()]
+    found = [number for number in numbers if number]
+    units = {unit for number in found if (unit := (number["sign"] or number["unit"]).strip())}
+    may_be_names = bool(units) and len({*column.tolist()}) <= MOST_CLASSES
+    if len(found) < NEARLY_ALL * len(column) or len(units) > 1 or may_be_names:
+        return
+    first = next((record for record, number in enumerate(numbers) if number and not number[0].isdecimal()), None)
+    if first is not None:
+        raise UserError(
+            f"{path}: record {first}: {name}: expected plain numbers, like 1234.5; received {column[first]!r}. Write "
+            "them with a decimal point, and without thousands and units; pandas.read_csv has thousands= and decimal=."
+        )
 
 
 def _classes_of(column: np.ndarray) -> list[str]:
@@ -371,6 +415,16 @@ def build(outputs: int, hidden: int = 64) -> keras.Model:
         x = layers.Dense(hidden, activation="relu")(x)
     return keras.Model(inputs, layers.Dense(outputs, dtype="float32", name="output")(x))
 '''
+
+TABLE_OUTPUT = """\
+    return keras.Model(inputs, layers.Dense(outputs, dtype="float32", name="output")(x))
+"""
+NUMBER_OUTPUT = """\
+    x = layers.Dense(outputs, dtype="float32")(x)
+    # By the target's standard deviation and mean: a layer learns numbers around 0 best, whatever the target's size.
+    return keras.Model(inputs, layers.Rescaling(DEVIATION, offset=MEAN, dtype="float32", name="output")(x))
+"""
+"""What ends a table's model in the place of TABLE_OUTPUT, if the target is a number."""
 
 TEXT_MODEL = '''"""A bag of words, to begin with: it takes text as it is, so that it is exported as one piece."""
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from horovod_train.config.loader import load
+from horovod_train.data.prepare.tables import load_table
 from horovod_train.main import main
 
 
@@ -57,3 +60,60 @@ def test_inputs_of_records_may_have_names_that_no_layer_may() -> None:
 def test_a_column_whose_name_has_several_lines_leaves_the_config_whole() -> None:
     built("table", '"a\nb",price\n' + "".join(f"{n},{n * 0.5}\n" for n in range(20)), outputs=1)
     assert load(["config.yaml"])[0].data.inputs == ("a\nb",)
+
+
+def prices(rows: int = 344, form: str = "{:.2f}") -> str:
+    """A table of flats whose prices are of an ordinary size."""
+    rng = np.random.default_rng(0)
+    areas, districts = rng.uniform(20, 150, rows), rng.choice(["north", "south"], rows)
+    figures = 50_000 + 3_000 * areas + 60_000 * (districts == "north")
+    lines = [f'{a:.1f},{d},"{form.format(p)}"' for a, d, p in zip(areas, districts, figures, strict=True)]
+    return "area,district,price\n" + "\n".join(lines) + "\n"
+
+
+def test_a_number_of_any_size_is_learned() -> None:
+    model = built("table", prices(), outputs=1)
+    columns = load_table("a.csv")
+    targets = columns.pop("price")
+    texts = {name: column for name, column in columns.items() if column.dtype == object}
+    inputs = {name: tf.constant(column.tolist() if name in texts else column) for name, column in columns.items()}
+    model.compile(keras.optimizers.Adam(0.001), "mean_squared_error", metrics=["mean_absolute_error"])
+    model.fit(inputs, targets, batch_size=32, epochs=10, verbose=0)
+    assert model.evaluate(inputs, targets, verbose=0)[1] < 0.2 * np.std(targets)
+
+
+def refused(capsys: pytest.CaptureFixture[str], table: str | bytes, kind: str = "table") -> str:
+    """The one line of `init` on a table that it does not take."""
+    Path("a.csv").write_bytes(table if isinstance(table, bytes) else table.encode())
+    assert main(["init", kind, "a.csv"]) == 2
+    assert [path.name for path in Path().iterdir()] == ["a.csv"]
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("form", ["{:,.0f}", "{:.2f} EUR", "€{:,.2f}", "{:.0f},00", "{:.0f}\u00a0m²"])
+def test_numbers_as_people_write_them_are_no_classes(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    wrong = f"expected plain numbers, like 1234.5; received {form.format(358415.06)!r}"
+    assert f"a.csv: record 0: price: {wrong}" in refused(capsys, prices(form=form))
+    for_inputs = prices(form=form).replace("price", "rent", 1).replace("\n", ",sold\n", 1)
+    rows = for_inputs.splitlines()[1:]
+    table = "\n".join([for_inputs.splitlines()[0], *(f"{row},{number % 3}" for number, row in enumerate(rows))])
+    assert f"a.csv: record 0: rent: {wrong}" in refused(capsys, table)
+
+
+@pytest.mark.parametrize(
+    "names", [("1st", "2nd", "3rd"), ("Q1", "Q2"), ("class 1", "class 2"), ("5 stars", "4 stars"), ("13a", "13b", "14")]
+)
+def test_names_of_classes_may_have_digits(names: tuple[str, ...]) -> None:
+    built("table", "size,kind\n" + "".join(f"{n},{names[n % len(names)]}\n" for n in range(60)), outputs=len(names))
+    assert len(load(["config.yaml"])[0].data.features["kind"]["class_names"]) == len(names)
+
+
+def test_texts_that_occur_once_are_no_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "size,name\n" + "".join(f"{n},flat {n:c}{n:c}\n" for n in range(65, 90)))
+    assert "a.csv: name has 25 texts in 25 records, of which 25 occur once; they are no classes" in said
+
+
+def test_an_input_of_texts_that_occur_once_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    built("table", "name,size\n" + "".join(f"flat {n:c}{n:c},{n / 2}\n" for n in range(65, 90)), outputs=1)
+    assert "note: name has 25 texts in 25 records" in capsys.readouterr().out
