@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from horovod_train.data.files import has_records
-from horovod_train.data.prepare.images import list_images
+from horovod_train.data.prepare.images import class_names, list_images
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.schema import DATASET_NAME, load_schema
 from horovod_train.data.subsets import parts_of_records
@@ -98,6 +98,7 @@ def _images(arguments: argparse.Namespace) -> Draft:
     path, size = arguments.path.rstrip("/"), arguments.size
     if size < 32:
         raise UserError(f"init: --size must be at least 32; received {size}.")
+    path, held_out = _splits_of_images(path)
     classes, files, note = list_images(path)
     counts = Counter(file.parent.name for file in files)
     few = [name for name in classes if not counts[name]]
@@ -108,13 +109,30 @@ def _images(arguments: argparse.Namespace) -> Draft:
         "image": {"decode": "image", "shape": [size, size, 3], "resize": "crop", "cast": "float32"},
         "label": {"class_names": classes},
     }
+    split = _split(len(files))
+    if held_out:
+        others = list_images(held_out)
+        if differing := sorted({*classes} ^ {*others.classes}):
+            raise UserError(f"{held_out}: expected the classes of {path}; {differing[0]} is only in one of the two.")
+        split = f"in {path}, to train; {len(others.files)} in {held_out}, to evaluate"
     sections = [
-        _data(path, features, ["label"], augment=[{"name": "flip"}]),
+        _data(path, features, ["label"], held_out, augment=[{"name": "flip"}]),
         _model({"classes": len(classes), "image_size": size}),
         *_classification(epochs=20),
     ]
-    found = f"{len(files)} images in {len(classes)} classes: {listed(classes)}; {_split(len(files))}"
+    found = f"{len(files)} images in {len(classes)} classes: {listed(classes)}; {split}"
     return Draft(f"{found}{f'; note: {note}' if note else ''}", sections, {"model.py": IMAGE_MODEL})
+
+
+def _splits_of_images(path: str) -> tuple[str, str]:
+    """Return the folders to train and to evaluate on, if folders of classes are in such; else this one and ""."""
+
+    def with_classes(names: Sequence[str]) -> str:
+        folders = [str(Path(path, name)) for name in names]
+        return next((folder for folder in folders if Path(folder).is_dir() and class_names(folder)), "")
+
+    train = with_classes(["train", "training"])
+    return (train, with_classes(["val", "valid", "validation", "eval", "test"])) if train else (path, "")
 
 
 def _table(arguments: argparse.Namespace) -> Draft:
@@ -316,9 +334,14 @@ def _split(records: int) -> str:
     return f"{records - held_out} to train, {held_out} to evaluate"
 
 
-def _data(path: str, features: Mapping[str, Any], targets: list[str], **more: Any) -> tuple[str, Any]:
-    data = {"train": path, "eval": path, "fold": f"1/{FOLDS}", "targets": targets, "features": dict(features)}
-    return f"one record in {FOLDS} is held out to evaluate on", {"data": {**data, **more, "global_batch_size": 32}}
+def _data(
+    path: str, features: Mapping[str, Any], targets: list[str], held_out: str = "", **more: Any
+) -> tuple[str, Any]:
+    """Return the section of the data. held_out: the records to evaluate on; "": a fold of those of `path`."""
+    split = {"train": path, "eval": held_out} if held_out else {"train": path, "eval": path, "fold": f"1/{FOLDS}"}
+    comment = f"{held_out} is evaluated on" if held_out else f"one record in {FOLDS} is held out to evaluate on"
+    data = {**split, "targets": targets, "features": dict(features)}
+    return comment, {"data": {**data, **more, "global_batch_size": 32}}
 
 
 def _model(options: Mapping[str, Any]) -> tuple[str, Any]:
