@@ -244,15 +244,22 @@ def load_table(
             log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
             continue
         names_of_classes = (class_names or {}).get(name, ())
-        if name in texts or any(_column([each], point).dtype != object for each in names_of_classes):
-            table[name] = np.array(cells, object)
-            continue
-        table[name] = _column(cells, point)
-        missing = _find_missing(cells, point) if table[name].dtype == object else None
-        if missing is not None:
+        is_text = name in texts or any(_column([each], point).dtype != object for each in names_of_classes)
+        table[name] = np.array(cells, object) if is_text else _column(cells, point)
+        missing = _find_missing(cells, point, is_text=is_text) if table[name].dtype == object else []
+        if missing:
+            first = cells[missing[0]]
+            problem = f"holds numbers, and here {first!r}; write a number" if first else "is empty; fill it"
+            rest = {name: cells, **dict(columns)}
+            gaps = {each: _find_missing(rest[each], point, is_text=each in texts) for each in rest}
+            counts = ", ".join(f"{each} ({len(places)})" for each, places in gaps.items() if places)
+            words = sorted({rest[each][place] for each, places in gaps.items() for place in places} - {""})
+            between = "" if separator == "," else f"sep={separator!r}, "
+            read = f"{path!r}, {between}dtype=str{f', na_values={words}' if words else ''}"
             raise UserError(
-                f"{path}:{lines[missing]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
-                "leave the line out."
+                f"{path}:{lines[missing[0]]}: {name} {problem} or leave the line out. Cells are missing in "
+                f"{counts} of {len(cells)} records. Without those lines: "
+                f"pandas.read_csv({read}).dropna().to_csv('complete.csv', {between}index=False)"
             )
         if table[name].dtype.kind == "f" and np.isinf(table[name]).any():
             place = int(np.isinf(table[name]).argmax())
@@ -284,8 +291,6 @@ def _read_columns(content: bytes, separator: str, path: str) -> tuple[list[tuple
     for line, row in rows:
         if len(row) != len(names):
             raise UserError(f"{path}:{line}: expected {len(names)} cells, as in the header; got {len(row)}.")
-        if "" in row:
-            raise UserError(f"{path}:{line}: {names[row.index('')]} is empty; fill it or leave the line out.")
         for (_, cells), cell in zip(columns, row, strict=True):
             cells.append(sys.intern(cell) if len(cell) <= _SHARED else cell)
         lines.append(line)
@@ -354,11 +359,12 @@ def _as_numbers(cells: Sequence[str], point: str) -> np.ndarray | None:
     return None if np.isnan(numbers).any() else numbers
 
 
-def _find_missing(cells: Sequence[str], point: str) -> int | None:
-    """Return the first cell that stands for a missing number, if all others are numbers; else None."""
-    missing = [place for place, cell in enumerate(cells) if cell.lower() in _MISSING]
-    others = [cell for cell in cells if cell.lower() not in _MISSING] if missing else []
-    return missing[0] if others and _as_numbers(others, point) is not None else None
+def _find_missing(cells: Sequence[str], point: str, *, is_text: bool) -> list[int]:
+    """Return the cells that are empty or, if all others are numbers and the column is no text, stand for nothing."""
+    missing = [place for place, cell in enumerate(cells) if not cell or cell.lower() in _MISSING]
+    others = [cell for cell in cells if cell and cell.lower() not in _MISSING] if missing and not is_text else []
+    are_numbers = bool(others) and _as_numbers(others, point) is not None
+    return missing if are_numbers else [place for place in missing if not cells[place]]
 
 
 CSV = Kind(

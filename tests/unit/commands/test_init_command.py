@@ -117,3 +117,35 @@ def test_texts_that_occur_once_are_no_classes(capsys: pytest.CaptureFixture[str]
 def test_an_input_of_texts_that_occur_once_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     built("table", "name,size\n" + "".join(f"flat {n:c}{n:c},{n / 2}\n" for n in range(65, 90)), outputs=1)
     assert "note: name has 25 texts in 25 records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("split", ["val", "valid", "test", None])
+def test_folders_of_classes_may_be_in_folders_to_train_and_to_evaluate_on(
+    split: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ["train", *([split] if split else [])]:
+        for name in ("cat", "dog"):
+            Path("pets", folder, name).mkdir(parents=True)
+            for number in range(12):
+                keras.utils.save_img(f"pets/{folder}/{name}/{number}.png", np.zeros((8, 8, 3)))
+    assert main(["init", "images", "pets"]) == 0
+    data = load(["config.yaml"])[0].data
+    held_out = f"pets/{split}" if split else "pets/train"
+    assert (data.paths("train"), data.paths("eval")) == (("pets/train",), (held_out,))
+    assert data.fold == (None if split else "1/5")
+    assert data.features["label"]["class_names"] == ["cat", "dog"]
+    out = capsys.readouterr().out
+    assert "24 images in 2 classes: cat, dog" in out
+    assert not split or f"24 in pets/{split}, to evaluate" in out
+
+
+def test_missing_cells_are_counted_by_column_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{n};{'' if n % 4 == 3 else n};{'?' if n % 5 == 2 else n};{'' if n % 10 == 6 else 'a'}" for n in range(20)]
+    said = refused(capsys, "id;age;rooms;kind\n" + "\n".join(rows) + "\n")
+    assert said.startswith("error: a.csv:5: age is empty; fill it or leave the line out. ")
+    assert "Cells are missing in age (5), rooms (4), kind (2) of 20 records." in said
+    pandas = pytest.importorskip("pandas")
+    exec(said[said.index("pandas.read_csv") :], {"pandas": pandas})
+    complete = load_table("complete.csv")
+    assert {name: column.dtype.kind for name, column in complete.items()} == dict(id="i", age="i", rooms="i", kind="O")
+    assert complete["id"].tolist() == [n for n in range(20) if n % 4 != 3 and n % 5 != 2 and n % 10 != 6]
