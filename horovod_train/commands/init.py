@@ -10,6 +10,7 @@ the end of this file.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +23,10 @@ import yaml
 from horovod_train.data.files import has_records
 from horovod_train.data.prepare.images import class_names, list_images
 from horovod_train.data.prepare.tables import load_table
+from horovod_train.data.random_access import FILES
+from horovod_train.data.random_access.arrow import ArrowFile, ParquetFile
+from horovod_train.data.random_access.source import OpenStore
+from horovod_train.data.random_access.store import Request, read_block
 from horovod_train.data.schema import DATASET_NAME, load_schema
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError, one_line
@@ -267,8 +272,8 @@ def _mine(arguments: argparse.Namespace) -> Draft:
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
     "images": (_images, "FOLDER", "image files in a folder for each class"),
-    "table": (_table, "FILE.csv", "a csv file with a header: numbers and texts → a class or a number"),
-    "text": (_text, "FILE.csv", "a csv file with a column of texts and one of classes"),
+    "table": (_table, "FILE", "a csv file with a header, or a Parquet file: numbers and texts → a class or a number"),
+    "text": (_text, "FILE", "a csv or Parquet file with a column of texts and one of classes"),
     "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
     "mine": (_mine, "", "a source of records and a model of your own, to fill in"),
 }
@@ -276,7 +281,11 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
 
 
 def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], str]:
-    table = dict(load_table(arguments.path))
+    opener = FILES.get(f"*{Path(arguments.path).suffix}")
+    if opener is not None and opener in (ParquetFile, ArrowFile):
+        table = _load_columns(opener, arguments.path)
+    else:
+        table = dict(load_table(arguments.path))
     target = arguments.target or list(table)[-1]
     if target not in table:
         raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
@@ -292,6 +301,38 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
                 f"occur once; they are no classes. Give another column with --target, of {', '.join(table)}."
             )
     return table, target
+
+
+def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
+    """Return the columns of a Parquet, Arrow or Feather file, as load_table returns those of csv. Raises UserError."""
+    store = opener(path, Request(setting="init"))
+    ends = store.blocks.first_record.tolist()
+    blocks = [read_block(store, first, last) for first, last in itertools.pairwise(ends)]
+    if problem := next((fault for block in blocks for fault in block.faults.values()), None):
+        raise UserError(problem)
+    parts = [block.data for block in blocks if isinstance(block.data, dict)]
+    if not parts:
+        raise UserError(f"{path}: expected at least {2 * FOLDS} records; it has none.")
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for name, column in table.items():
+        cells = column.tolist()
+        if any(map(np.ndim, cells)):
+            raise UserError(f"{path}: {name} holds lists; init takes numbers and texts. Leave it out of the file.")
+        if column.dtype == object:
+            try:
+                table[name] = np.array([cell.decode() if isinstance(cell, bytes) else cell for cell in cells], object)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}: {name} holds bytes that are no UTF-8 text; init takes numbers and texts. Leave it out."
+                ) from error
+        elif column.dtype.kind in "bu":
+            table[name] = column.astype(np.int64)
+    gaps = {name: sum(cell is None or cell != cell for cell in column.tolist()) for name, column in table.items()}
+    if counts := ", ".join(f"{name} ({count})" for name, count in gaps.items() if count):
+        raise UserError(
+            f"{path}: cells are missing in {counts} of {ends[-1]} records; fill them or leave those records out."
+        )
+    return table
 
 
 def _refuse_written_numbers(path: str, name: str, column: np.ndarray) -> None:

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import re
+import shlex
 import sys
 from array import array as array_of
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -229,7 +230,10 @@ def load_table(
         separator = _separator(content.partition(b"\n")[0].decode("utf-8-sig"))
         columns, lines = _read_columns(content, separator, path)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not a csv file: {error}.") from error
+        raise UserError(
+            f"{path}: is not UTF-8 text. If it is Latin-1, as spreadsheets often write: "
+            f"iconv -f latin1 -t utf-8 {shlex.quote(path)} > utf8.csv"
+        ) from error
     del content
     if not columns or (not lines and not may_be_empty):
         found = "a header alone" if columns else "no line"

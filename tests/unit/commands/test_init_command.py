@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 import numpy as np
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 
@@ -137,6 +139,49 @@ def test_folders_of_classes_may_be_in_folders_to_train_and_to_evaluate_on(
     out = capsys.readouterr().out
     assert "24 images in 2 classes: cat, dog" in out
     assert not split or f"24 in pets/{split}, to evaluate" in out
+
+
+@pytest.mark.parametrize("kind", ["parquet", "feather"])
+def test_a_table_may_be_a_file_of_columns(kind: str) -> None:
+    Path("a.csv").write_text(prices(40), encoding="utf-8")
+    table = {**load_table("a.csv"), "balcony": np.arange(40) % 2 == 0, "rooms": np.arange(40, dtype=np.uint8)}
+    columns = pyarrow.table({**table, "district": pyarrow.array(table["district"]).dictionary_encode()})
+    write = pyarrow.parquet.write_table if kind == "parquet" else pyarrow.feather.write_feather
+    write(columns, f"a.{kind}")
+    assert main(["init", "table", f"a.{kind}", "--target", "price"]) == 0
+    model = runpy.run_path("model.py")["build"](outputs=1)
+    assert {name: value.dtype for name, value in model.input.items()} == dict(
+        area="float32", balcony="float32", rooms="float32", district="string"
+    )
+    assert main(["check-data", "--config", "config.yaml"]) == 0
+    Path("config.yaml").rename("former.yaml")
+    Path("model.py").unlink()
+    assert main(["init", "table", f"a.{kind}", "--target", "district"]) == 0
+    assert load(["config.yaml"])[0].data.features["district"] == {"class_names": ["north", "south"]}
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ([1.5, None] * 6, "a.parquet: cells are missing in b (6) of 12 records; fill them or leave those records out."),
+        ([[1, 2]] * 12, "a.parquet: b holds lists; init takes numbers and texts. Leave it out of the file."),
+        ([b"\xe9"] * 12, "a.parquet: b holds bytes that are no UTF-8 text; init takes numbers and texts."),
+    ],
+)
+def test_a_file_of_columns_holds_numbers_and_texts(
+    column: list[object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": range(12), "b": column, "c": range(12)}), "a.parquet")
+    assert main(["init", "table", "a.parquet"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_text_in_another_encoding_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "straße,preis\n1,2\n".encode("latin-1"))
+    assert said == (
+        "error: a.csv: is not UTF-8 text. If it is Latin-1, as spreadsheets often write: "
+        "iconv -f latin1 -t utf-8 a.csv > utf8.csv"
+    )
 
 
 def test_missing_cells_are_counted_by_column_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
