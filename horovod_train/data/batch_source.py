@@ -38,6 +38,11 @@ _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the val
 """What TensorFlow says on a CPU of a label for which a model has no output."""
 
 
+FRACTION = "a label that is no whole number"
+"""What a step says of one, before the label."""
+_FRACTION = re.compile(rf"{FRACTION}\W+([-+.\w]+)")
+
+
 class Batch(NamedTuple):
     """One rank's part of a step. Shapes are static; rows without a record have weight 0 and repeat another record.
 
@@ -330,7 +335,12 @@ class BatchSource(ABC):
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):
             return None
-        label = _LABEL.search(str(error.message))
+        label, fraction = (pattern.search(str(error.message)) for pattern in (_LABEL, _FRACTION))
+        if fraction and self._failure is None:
+            return UserError(
+                f"data.targets: a record has the label {fraction[1]}; a class is a whole number. For a quantity write "
+                "loss: mean_squared_error, and give the model one output."
+            )
         if self._failure is not None or label is None:
             return self._failure
         return UserError(

@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod_train.config.registry import call, choose_keras, is_short, is_users
 from horovod_train.config.rules import refuse_given
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, MetricSpec, Spec
-from horovod_train.data.batch_source import Batch
+from horovod_train.data.batch_source import FRACTION, Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import class_axis, compile_arguments
@@ -73,6 +73,7 @@ class Compiled:
             has_targets = not isinstance(batch.targets, dict) or bool(batch.targets)
             if not has_targets:
                 return batch.inputs
+            batch = batch._replace(targets=self._with_whole_labels(batch.targets))
             y = self._arranged(batch.targets, outputs)
             by_class = self.loss.class_weights if training else {}
             if not has_weights and not by_class:
@@ -80,6 +81,20 @@ class Compiled:
             return batch.inputs, y, self._weights(batch, outputs, by_class, has_weights=has_weights)
 
         return data
+
+    def _with_whole_labels(self, targets: Any) -> Any:
+        """Return the targets, after a check that labels are whole numbers: Keras would cut fractions off."""
+        by_name = targets if isinstance(targets, Mapping) else {"": targets}
+        labels = [by_name[name] for name in self.label_counts([*by_name]) if by_name[name].dtype.is_floating]
+        if not labels:
+            return targets
+        checks = []
+        for label in labels:
+            is_whole = tf.math.is_finite(label) & (label == tf.floor(label))
+            first = tf.boolean_mask(label, ~is_whole)[:1]
+            checks.append(tf.debugging.Assert(tf.reduce_all(is_whole), [FRACTION, first]))
+        with tf.control_dependencies(checks):
+            return tf.nest.map_structure(tf.identity, targets)
 
     def _arranged(self, targets: Any, outputs: Any) -> Any:
         """Return the targets as `fit` would get them: as they are, or by the outputs that the config names."""

@@ -150,9 +150,12 @@ def test_a_table_may_be_a_file_of_columns(kind: str) -> None:
     write(columns, f"a.{kind}")
     assert main(["init", "table", f"a.{kind}", "--target", "price"]) == 0
     model = runpy.run_path("model.py")["build"](outputs=1)
-    assert {name: value.dtype for name, value in model.input.items()} == dict(
-        area="float32", balcony="float32", rooms="float32", district="string"
-    )
+    assert {name: value.dtype for name, value in model.input.items()} == {
+        "area": "float32",
+        "balcony": "float32",
+        "rooms": "float32",
+        "district": "string",
+    }
     assert main(["check-data", "--config", "config.yaml"]) == 0
     Path("config.yaml").rename("former.yaml")
     Path("model.py").unlink()
@@ -192,5 +195,5 @@ def test_missing_cells_are_counted_by_column_in_one_message(capsys: pytest.Captu
     pandas = pytest.importorskip("pandas")
     exec(said[said.index("pandas.read_csv") :], {"pandas": pandas})
     complete = load_table("complete.csv")
-    assert {name: column.dtype.kind for name, column in complete.items()} == dict(id="i", age="i", rooms="i", kind="O")
+    assert [column.dtype.kind for column in complete.values()] == ["i", "i", "i", "O"]
     assert complete["id"].tolist() == [n for n in range(20) if n % 4 != 3 and n % 5 != 2 and n % 10 != 6]

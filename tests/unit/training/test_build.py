@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,36 @@ def test_a_run_whose_weights_are_large_but_finite_continues(
     model.dense.kernel.assign(tf.fill((16, 10), float("inf")))
     _, continues, _ = step.run(batches.batches(0, 1, epochs=1), 1, batches.size_of(1))
     assert not continues
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"), [(0.5, "float32"), (0.5, "float64"), (2.0, "float32"), (np.nan, "float32"), (1, "int64")]
+)
+def test_a_label_that_is_no_whole_number_is_one_line(
+    label: float, kind: str, tmp_path: Path, stepping: Callable[..., TrainStep]
+) -> None:
+    labels = np.arange(64).astype(kind) % 5
+    labels[40] = label
+    np.savez(tmp_path / "a.npz", x=np.zeros((64, 3), np.float32), y=labels)
+    source = pipeline(data_config(tmp_path / "a.npz", targets=("y",)), batch=16)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, layers.Dense(10)(inputs))
+    loss = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
+    step = stepping(source, model, loss=loss, train={"non_finite": "skip"}, lr_schedule={"base_lr": 0.1})
+    evaluation = evaluate(source, keras.models.clone_model(model), loss=loss)
+    said = (
+        r"data\.targets: a record has the label (0\.5|nan); a class is a whole number\. For a quantity write loss: "
+        r"mean_squared_error, and give the model one output\."
+    )
+
+    def refused() -> AbstractContextManager[Any]:
+        return nullcontext() if label in (1, 2) else pytest.raises(UserError, match=said)
+
+    with refused(), source.explaining():
+        step.run(source.batches(0, 0, epochs=1), 4, source.size_of(0))
+    with refused(), source.explaining():
+        for batch in source.batches(0, 0, epochs=1):
+            evaluation.rows.data_of(source.scaled(batch))
 
 
 def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> None:
