@@ -67,6 +67,8 @@ _OTHER_NAMES = {
     "logdir": "output_dir",
 }
 """Names that other tools give to settings."""
+_FORMS = {"data.fold": "k/K, like 1/5, or data.eval_fraction for a fraction"}
+"""What settings hold that are strings of a form."""
 _hints = functools.cache(typing.get_type_hints)
 
 
@@ -371,7 +373,8 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    return _fail(path, origins, f"expected {_IN_WORDS.get(hint, hint.__name__)}; received {value!r}.")
+    expected = _FORMS.get(path) or _IN_WORDS.get(hint, hint.__name__)
+    return _fail(path, origins, f"expected {expected}; received {value!r}.")
 
 
 def _member(value: Any, members: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -162,14 +162,19 @@ def _spelled_out(module: ModuleType, name: str) -> str:
     return found.__name__ if inspect.isfunction(found) else type(found).__name__
 
 
-def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Callable[..., Any]:
-    """Return a Keras class by name, or the user's function or class; see find_keras."""
+def choose_keras(
+    module: ModuleType, base: type, name: str, where: str, short: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Return a Keras class by name, or the user's function or class; see find_keras.
+
+    short: other names that are known, to suggest rather than a class of that name.
+    """
     if ":" in name:
         return load_function(name, where)
     chosen = find_keras(module, base, name)
     if chosen is None:
         readable = sorted({cls.__name__ for cls in _keras_classes(module, base).values()} - {base.__name__})
-        raise UserError(f"{where}: Keras has no {name!r}; {suggest(name, readable)}")
+        raise UserError(f"{where}: Keras has no {name!r}; {suggest(name, [*readable, *short])}")
     return chosen
 
 

@@ -156,13 +156,20 @@ class Compiled:
                 )
 
     def check_loss(self, schema: Schema) -> None:
-        """Raise UserError for a loss that compares each output with a number of its own, where records have labels."""
+        """Raise UserError for a loss of labels where targets are one-hot, or of numbers where they are labels."""
         loss: Any = compile_arguments(self.model).get("loss")
         outputs: list[Any] = list(getattr(self.model, "outputs", None) or [])
         if len(outputs) != 1 or len(schema.targets) != 1 or {"train_step", "compute_loss"} & {*self.own}:
             return
         feature, shape = schema.features.get(schema.targets[0]), outputs[0].shape
         is_label = feature and not feature.tensor_shape and feature.tensor_dtype.startswith(("int", "uint"))
+        if takes_labels(loss) and feature and shape[-1] != 1 and feature.tensor_shape == (*shape[1:],):
+            logits = ", options: {from_logits: true}" if takes_logits(loss) else ""
+            raise UserError(
+                f"loss: {loss.name} compares each record with the number of its class; {schema.targets[0]} holds "
+                f"{shape[-1]} values, as many as there are outputs. If it is one-hot, write loss: {{name: "
+                f"categorical_crossentropy{logits}}}."
+            )
         is_of_keras = type(loss).__module__.startswith("keras.") and not takes_labels(loss)
         if not is_label or not is_of_keras or len(shape) != 2 or (shape[1] or 1) < 2:
             return
@@ -388,7 +395,7 @@ def targets_of(specs: Sequence[Spec]) -> Mapping[str, str]:
 def _build(spec: Spec) -> Any:
     if not spec.options and (spec.name in SHORT or is_short(keras.metrics, spec.name)):
         return spec.name  # shown by this name, as in `fit`
-    factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics")
+    factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics", SHORT)
     if is_users(spec.name) and _compares(factory, spec.options):
         return keras.metrics.MeanMetricWrapper(factory, **{"name": factory.__name__} | spec.options)
     metric = call(factory, spec, "metrics")

@@ -48,7 +48,9 @@ def check_watched(config: Config, evaluation: EvalStep | None) -> None:
     watched = {"checkpoint.best": config.checkpoint.best, "early_stopping": stops if is_asked else None}
     for key, value in watched.items():
         if value is not None and value.metric not in names:
-            raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(names)}.")
+            plain = value.metric.removeprefix("val_")
+            known = f"write {plain}: its figures have no val_" if plain in names else f"it has {', '.join(names)}"
+            raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; {known}.")
 
 
 def check_norms_are_trained(config: Config, model: keras.Model) -> None:

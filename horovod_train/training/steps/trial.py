@@ -217,7 +217,7 @@ def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> Ab
 
 
 def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextManager[None]:
-    """Inside the block, raise ValueError for a metric that compares each record with all others.
+    """Inside the block, raise ValueError for a metric that compares each record with all others, or takes no labels.
 
     Targets [n] and outputs [n, 1] become [n, n] as NumPy's rules have it. Keras' own metrics and losses add the axis.
     """
@@ -227,7 +227,16 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextM
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
             compared = [*args, *(value for name, value in kwargs.items() if name != "sample_weight")][:2]
             before = len(tf.compat.v1.get_default_graph().get_operations())
-            result = update_state(*args, **kwargs)
+            try:
+                result = update_state(*args, **kwargs)
+            except ValueError as error:
+                if not getattr(metric, "metrics", None) and (shapes := _label_and_outputs(compared)):
+                    raise ValueError(
+                        f"metric {metric.name} takes one-hot targets, of the shape of the outputs; it gets targets "
+                        f"{shapes[0]} and outputs {shapes[1]}. Leave it out, or store one-hot targets, with loss: "
+                        "categorical_crossentropy"
+                    ) from error
+                raise
             if len(compared) == 2 and (shapes := _paired(compared[0], compared[1], before)):
                 raise ValueError(
                     f"metric {metric.name} compares each record with all others: it gets targets {shapes[0]} and "
@@ -238,6 +247,15 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextM
         return update_and_check
 
     return method_replaced(_with_inner(metrics), "update_state", refusing)
+
+
+def _label_and_outputs(compared: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+    """Return the shapes of targets and outputs if those are labels of classes, and these a value for each class."""
+    if len(compared) != 2 or not all(tf.is_tensor(value) for value in compared):
+        return None
+    targets, outputs = ([*value.shape] for value in compared)
+    are_labels = len(outputs) > 1 and outputs[-1] != 1 and targets in (outputs[:-1], [*outputs[:-1], 1])
+    return (targets, outputs) if are_labels else None
 
 
 def _with_inner(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:

@@ -25,6 +25,14 @@ LOGITS = "options: {from_logits: true}"
 
 OF_ARGUMENTS: dict[str, tuple[list[str], str]] = {
     "wrong data path": (["data.train=data/digit/train"], "data.train: data/digit/train does not exist. Did you mean"),
+    "wrong data path with a fold": (
+        ["data.eval=data/digits/train", "data.fold=1/5", "data.train=data/digit/train"],
+        "data.train: data/digit/train does not exist. Did you mean",
+    ),
+    "a fraction as a fold": (
+        ["data.fold=0.2"],
+        "data.fold: expected k/K, like 1/5, or data.eval_fraction for a fraction; received 0.2.",
+    ),
     "wrong config path": (
         ["--config", "confi.yaml"],
         "--config confi.yaml: cannot be read: No such file",
@@ -59,6 +67,15 @@ OF_PARTS: dict[str, tuple[list[str], str]] = {
     "one-hot loss": (
         [f"loss={{name: categorical_crossentropy, {LOGITS}}}"],
         f"If it is a class, write loss: {{name: sparse_categorical_crossentropy, {LOGITS}}}",
+    ),
+    "misspelt metric": (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; did you mean accuracy"),
+    "fit's name of a figure": (
+        ["checkpoint.best.metric=val_accuracy", "eval.every_epochs=1"],
+        "checkpoint.best.metric: the evaluation has no 'val_accuracy'; write accuracy: its figures have no val_.",
+    ),
+    "a metric of one-hot targets": (
+        ["metrics=[{name: F1Score}]"],
+        "metric f1_score takes one-hot targets, of the shape of the outputs; it gets targets",
     ),
     "a quantity's loss": (["loss=mean_squared_error"], "mean_squared_error needs as many targets; label is one whole"),
     "the rate twice": (

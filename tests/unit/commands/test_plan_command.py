@@ -244,7 +244,7 @@ def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
         ),
         (["model.options={image_size: 5}"], "data.train: the model's train_step does not fit records of"),
         (["loss=auto", "loss.options={}"], "loss: sparse_categorical_crossentropy takes probabilities, but the model"),
-        (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; did you mean Accuracy"),
+        (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; did you mean accuracy"),
         (["optimizer=sdg"], "optimizer.name: Keras has no 'sdg'; did you mean SGD"),
         (["optimizer.options={nesterof: true}"], "nesterof"),
         (

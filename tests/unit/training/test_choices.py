@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "unknown loss": (lambda: build_loss(Spec("crossentropy")), "loss.name: Keras has no 'crossentropy'; did you mean"),
     "unknown metric": (
         lambda: build_metrics([Spec("acuracy")]),
-        "metrics: Keras has no 'acuracy'; did you mean Accuracy",
+        "metrics: Keras has no 'acuracy'; did you mean accuracy",
     ),
     "metric option": (
         lambda: build_metrics([Spec("auc", {"threshold": 3})]),

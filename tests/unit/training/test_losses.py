@@ -220,6 +220,20 @@ def test_one_loss_compares_each_output_with_its_own_target_beside_a_metric_of_on
     assert {name: float(target[0, 0]) for name, target in y.items()} == {"a": 1.0, "b": 10.0}
 
 
+@pytest.mark.parametrize("from_logits", [True, False])
+def test_one_hot_targets_are_no_labels(from_logits: bool) -> None:
+    x = keras.Input((5,))
+    model = keras.Model(x, keras.layers.Dense(3)(x))
+    loss = LossSpec("sparse_categorical_crossentropy", {"from_logits": from_logits})
+    compiled = compile_model(Config(model=ModelSpec("users:model"), loss=loss), model, None)
+    options = ", options: {from_logits: true}" if from_logits else ""
+    said = "y holds 3 values, as many as there are outputs. If it is one-hot, write loss: {name: categorical_crossen"
+    with pytest.raises(UserError, match=re.escape(said + f"tropy{options}}}.")):
+        compiled.check_loss(Schema({"y": Feature("float", (3,))}, ("x",), ("y",)))
+    for shape in ((), (1,)):
+        compiled.check_loss(Schema({"y": Feature("int64", shape)}, ("x",), ("y",)))
+
+
 class InList(keras.Model):
     """Two outputs without names."""
 
