@@ -39,7 +39,7 @@ from horovod_train.commands.cli import (
     prepare_digits,
     require_output_dir,
 )
-from horovod_train.config.loader import dump
+from horovod_train.config.loader import dump, left_out_options
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
@@ -205,6 +205,8 @@ def _train(argv: Sequence[str]) -> int:
         check_paths(config, output_dir, launch)
     if launch.rank == 0 and (line := config_of_a_copy(config, origins)):
         to_stderr(line)
+    for line in left_out_options(config, origins) if launch.rank == 0 else ():
+        to_stderr(f"warning: {line}")
     return _run(config, launch)
 
 

@@ -46,6 +46,7 @@ from horovod_train.commands.cli import (
     open_screen,
     require_output_dir,
 )
+from horovod_train.config.loader import left_out_options
 from horovod_train.config.rules import kept_batch, resolve, weights_of_outputs
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import (
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.fast,
         Pace(arguments.examples_per_s, arguments.time),
     )
+    notes = [*left_out_options(config, origins), *notes]
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
     else:

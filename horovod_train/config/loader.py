@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import re
 import types
@@ -28,13 +29,14 @@ from horovod_train.config.paths import (
     unreadable_problem,
 )
 from horovod_train.config.registry import suggest
-from horovod_train.config.rules import broken_rules
+from horovod_train.config.rules import broken_rules, lookup
 from horovod_train.config.settings import Config, Seconds, Spec
 from horovod_train.errors import UserError, one_line, unreadable
 
 T = TypeVar("T")
 Origins = dict[str, str]
 """Origin of each value: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
+COMMAND_LINE = "command line"
 BUILT_IN = Path(__file__).parents[1] / "configs"
 """Configs that come with the package: the folder `configs` of a checkout."""
 CLOCK = r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})"
@@ -208,7 +210,7 @@ def _parse_override(text: str) -> _Located:
         raise UserError(f"argument {text!r}: expected section.key=value.")
     node = compose(value, f"argument {text!r}")
     is_section = isinstance(node, yaml.MappingNode)
-    where = "command line"
+    where = COMMAND_LINE
     content: Any = _located(node, where) if is_section else (None if node is None else plain_value(node))
     for part in reversed(key.split(".")):
         content = _Located({part: (content, where)})
@@ -224,12 +226,33 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
                 old = {"name": old}  # `optimizer: sgd` here, and its options there
             if not isinstance(old, dict) or _names_another(value, old):
                 _forget(origins, path, old)
+                if isinstance(old, dict) and "options" not in value:
+                    _note_left_out(origins, path, old, value["name"][1])
                 old = {}
             values[key] = old
             _merge(values[key], origins, value, f"{path}.")
         else:
-            _forget(origins, path, values.get(key))
+            old = values.get(key)
+            _forget(origins, path, old)
             values[key], origins[path] = value, where
+            if isinstance(value, str) and isinstance(old, dict):
+                _note_left_out(origins, path, old, where)
+
+
+def _note_left_out(origins: Origins, path: str, old: Mapping[str, Any], where: str) -> None:
+    """Note that a name on the command line replaces `old`, with options of a file."""
+    if where == COMMAND_LINE and old.get("options"):
+        options = json.dumps(old["options"], ensure_ascii=False)
+        origins[f"{path}.options"] = f"{where}, which leaves out the file's {options}"
+
+
+def left_out_options(config: Config, origins: Origins) -> Iterator[str]:
+    """Yield a sentence for each name on the command line that leaves a file's options out, if it has none now."""
+    for name in _settings_of(Config):
+        spec, where = lookup(config, name), origins.get(f"{name}.options", "")
+        if isinstance(spec, Spec) and not spec.options and where.startswith(f"{COMMAND_LINE}, "):
+            said = where.replace(COMMAND_LINE, f"{name}={spec.name}", 1)
+            yield f"{said}. If they are meant, give {name}.options too."
 
 
 def _keys_of_spec(key: str) -> set[str]:

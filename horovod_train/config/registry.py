@@ -189,7 +189,8 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
     except TypeError as error:
         signature = inspect.signature(function)
         takes = ", ".join(name for name in signature.parameters if name not in arguments and name != "self")
-        raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
+        former = "" if spec.options else " Options that a file gives to another name do not apply."
+        raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.{former}") from error
     try:
         return function(**arguments, **spec.options)
     except RunError:

@@ -14,6 +14,8 @@ NETS = """
 import keras
 def build():
     return keras.Sequential([keras.Input((28, 28, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+def sized(classes):
+    return build()
 def none():
     build()
 def unbuilt():
@@ -119,6 +121,22 @@ def test_parts_that_do_not_fit_are_one_fault(name: str, folder: Path, capsys: py
     assert main(["plan", "--config", "config.yaml", *bare, *words, "--np", "2"]) == 2
     (fault,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert said in fault
+
+
+def test_a_name_that_leaves_out_options_of_the_file_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another name's are of no use to it, and it may need some."""
+    said = 'loss=sparse_categorical_crossentropy, which leaves out the file\'s {"from_logits": true}. If they are meant'
+    bare = ["loss=sparse_categorical_crossentropy", "model=mistaken_nets:build"]
+    for words, is_said in (bare, True), ([*bare, "loss.options.from_logits=true"], False):
+        assert main(["plan", "--config", "config.yaml", *words]) == 0
+        assert (said in capsys.readouterr().out.replace("\n", " ")) == is_said
+    Path("sized.yaml").write_text("model: {name: convnet, options: {dropout: 0.1}}")
+    named = ["sized.yaml", "model.name=mistaken_nets:build"]
+    assert main(["plan", "--config", "config.yaml", *named]) == 0
+    assert 'model=mistaken_nets:build, which leaves out the file\'s {"dropout": 0.1}' in capsys.readouterr().out
+    assert main(["plan", "--config", "config.yaml", "model=mistaken_nets:sized"]) == 2
+    out = capsys.readouterr().out
+    assert "missing a required argument: 'classes'; it takes: classes. Options that a file gives to another" in out
 
 
 def test_names_that_are_close_are_proposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
