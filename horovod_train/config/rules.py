@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from horovod_train.config.paths import missing_paths, remote_path_problems
+from horovod_train.config.paths import remote_path_problems
 from horovod_train.config.settings import Config, DataConfig, Spec, default_of
 from horovod_train.errors import UserError
 
@@ -126,10 +126,9 @@ def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.eval_fraction in (0, 1):
         yield "data.eval_fraction", f"must be above 0 and below 1; received {data.eval_fraction:g}."
     if (data.fold or data.eval_fraction) and data.eval and data.paths("eval") != data.paths("train"):
-        for sentence in missing_paths(data):
-            yield sentence.split(": ", 1)[0], sentence.split(": ", 1)[1]
         problem = "parts the records of data.train, so data.eval must name the same, or be left out"
-        yield key, f"{problem}; received {', '.join(data.eval)}. To evaluate on other records: {key}=null."
+        received = f"received data.train {', '.join(data.train)} and data.eval {', '.join(data.eval)}"
+        yield key, f"{problem}; {received}. To evaluate on other records: {key}=null."
     if data.fold is None:
         return
     parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)

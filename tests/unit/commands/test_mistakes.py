@@ -27,9 +27,9 @@ LOGITS = "options: {from_logits: true}"
 
 OF_ARGUMENTS: dict[str, tuple[list[str], str]] = {
     "wrong data path": (["data.train=data/digit/train"], "data.train: data/digit/train does not exist. Did you mean"),
-    "wrong data path with a fold": (
+    "another data path beside a fold": (
         ["data.eval=data/digits/train", "data.fold=1/5", "data.train=data/digit/train"],
-        "data.train: data/digit/train does not exist. Did you mean",
+        "or be left out; received data.train data/digit/train and data.eval data/digits/train. To evaluate",
     ),
     "a fraction as a fold": (
         ["data.fold=0.2"],

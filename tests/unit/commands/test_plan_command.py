@@ -97,7 +97,7 @@ def test_sizes_are_those_of_the_model_as_built(config_file: Path, capsys: pytest
 
 def test_what_the_log_of_a_run_would_warn_of_is_a_note(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "model={name: horovod_train.models.mlp:build_for_images, options: {image_size: 4}}"
-    (note,) = facts_of(config_file, capsys, model, "loss=auto", "loss.options={}")["notes"]
+    note = facts_of(config_file, capsys, model, "loss=auto", "loss.options={}")["notes"][-1]
     assert note.startswith("the loss sparse_categorical_crossentropy takes probabilities, but the model ends without")
 
 

@@ -167,7 +167,7 @@ def test_parts_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.fold=3"], "data.fold: expected a string; received 3."),
+        (["data.fold=3"], "data.fold: expected k/K, like 1/5, or data.eval_fraction for a fraction; received 3."),
         (["data.fold=five"], "data.fold: expected k/K with k from 1 to K, and K at least 2, like 1/5; received five."),
         (["data.fold=0/5"], "data.fold: expected k/K"),
         (["data.fold=6/5"], "data.fold: expected k/K"),
@@ -179,7 +179,7 @@ def test_parts_are_drawn() -> None:
         (
             ["data.fold=1/5", "data.eval=other"],
             "data.fold: parts the records of data.train, so data.eval must name the same, or be left out; received "
-            "other. To evaluate on other records: data.fold=null.",
+            "data.train a and data.eval other. To evaluate on other records: data.fold=null.",
         ),
     ],
 )
