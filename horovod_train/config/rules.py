@@ -127,7 +127,7 @@ def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield "data.eval_fraction", f"must be above 0 and below 1; received {data.eval_fraction:g}."
     if (data.fold or data.eval_fraction) and data.eval and data.paths("eval") != data.paths("train"):
         problem = "parts the records of data.train, so data.eval must name the same, or be left out"
-        received = f"received data.train {', '.join(data.train)} and data.eval {', '.join(data.eval)}"
+        received = f"received data.train {', '.join(data.paths('train'))} and data.eval {', '.join(data.paths('eval'))}"
         yield key, f"{problem}; {received}. To evaluate on other records: {key}=null."
     if data.fold is None:
         return

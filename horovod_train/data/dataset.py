@@ -171,7 +171,7 @@ def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     if any(entry.repeats > 1 for entry in split_files.entries):
         source = mix(source, split_files.entries)
     notes = [*split_files.notes, *records.notes]
-    if needs_labels:  # of what is only predicted some is identified by its names
+    if needs_labels and not config.source:  # others are identified by what their class says, or by names
         notes += _read_twice(setting=f"data.{split}", parts=records.source.parts)
     return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets, notes=notes)
 
@@ -302,7 +302,7 @@ def beside_training(records: Records, training: Records, config: DataConfig) -> 
     """
     check_same_classes(training.schema.class_names, training.setting, records.schema.class_names, records.setting)
     is_parted = config.fold or config.eval_fraction
-    pairs = [] if is_parted else same_content(records.stored, training.stored)
+    pairs = [] if is_parted or config.source else same_content(records.stored, training.stored)
     if not pairs:
         return records
     more = f" ({len(pairs) - 1} more files are in both)" if len(pairs) > 1 else ""

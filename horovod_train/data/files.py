@@ -116,15 +116,16 @@ def is_no_record(name: str) -> bool:
 
 def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
     """Return what is in a folder of records beside them: files of other names, and folders with records."""
+    read = set(map(os.path.basename, _record_files(folder, pattern, storage)))
     if not is_remote(folder):
-        others = [name for name in loose_files(folder) if not _is_of(name, pattern)]
+        others = [name for name in loose_files(folder) if name not in read]
         subfolders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         for name in subfolders:
             with contextlib.suppress(OSError):  # it is not read: there may be no right to, as in lost+found
                 others += [f"{name}/"] * bool(_record_files(os.path.join(folder, name), pattern, storage))
         return others
     # Whether a name is that of a folder would take a request for each; those of files have a suffix.
-    names = [name for name in storage.names(folder) if "." in name and not _is_of(name, pattern)]
+    names = [name for name in storage.names(folder) if "." in name and name not in read]
     return [name for name in names if not is_no_record(name)]
 
 
@@ -185,14 +186,14 @@ def _is_copy(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _COPIES)
 
 
-def _is_of(name: str, pattern: str) -> bool:
-    """Return whether a file in a folder is one of the folder's records of a kind."""
-    return fits(name, pattern) and not _is_copy(name)
+def _without_copies(names: list[str]) -> list[str]:
+    """Return what is read of names that fit: copies only where there is nothing else."""
+    return [name for name in names if not _is_copy(name)] or names
 
 
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    names = [name for name in storage.names(folder) if _is_of(name, pattern) and not name.startswith(".")]  # as glob
-    return [os.path.join(folder, name) for name in names]
+    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob
+    return [os.path.join(folder, name) for name in _without_copies(names)]
 
 
 def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> list[str]:
@@ -218,10 +219,9 @@ def _list_glob(pattern: str, setting: str, storage: Storage) -> tuple[list[str],
     if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern], []
     names = [name for name in matching(pattern, storage) if not name.endswith(INDEX_NAME)]
-    copies = [] if _is_copy(pattern) else [name for name in names if _is_copy(name)]
     if names:
-        left_out = copies if len(copies) < len(names) else []
-        return [name for name in names if name not in left_out], [os.path.basename(name) for name in left_out]
+        read = names if _is_copy(pattern) else _without_copies(names)
+        return read, [os.path.basename(name) for name in names if name not in read]
     if glob.has_magic(pattern):
         raise UserError(f"{setting}: {pattern} matches no file.")
     existing: str | None = pattern

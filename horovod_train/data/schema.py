@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig, setting
 from horovod_train.data.storage import DEFAULT, Storage, parent
 from horovod_train.errors import UserError, one_line, reading
+
+log = logging.getLogger(__name__)
 
 DATASET_NAME = "dataset.json"
 NO_SCALE = "no scale"
@@ -212,22 +215,19 @@ def check_same_classes(
         )
 
 
-def check_names_of_numbers(names: Sequence[str], where: str) -> None:
-    """Raise UserError for names of classes whose labels are numbers, if the names are numbers too, and others.
-
-    They are then most likely sorted as texts: 0, 1, 10, 2.
-    """
+def warn_of_names_of_numbers(names: Sequence[str], where: str) -> None:
+    """Warn of names of classes that are numbers sorted as texts, 0, 1, 10, 2, where labels are numbers too."""
     try:
         numbers = list(map(int, names))
     except ValueError:
         return
-    for label, number in enumerate(numbers):
-        if label != number:
-            raise UserError(
-                f"{where}: class_names: label {label} would be named {names[label]}, because names are in the order of "
-                f"labels, which are numbers here. Give them in the order 0, 1, 2, …; or, if {label} does mean "
-                f"{names[label]}, names that are no numbers, like 'class {names[label]}'."
-            )
+    if numbers == sorted(numbers) or list(names) != sorted(names):
+        return
+    label = next(label for label, number in enumerate(sorted(numbers)) if number != numbers[label])
+    log.warning(
+        f"{where}: class_names: label {label} is named {names[label]}, because names are in the order of labels, which "
+        "are numbers here. If that is not meant, give them in the order 0, 1, 2, …"
+    )
 
 
 def check_weight(name: str | None, schema: Schema) -> None:

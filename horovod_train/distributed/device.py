@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
@@ -34,6 +34,8 @@ class Device:
     """
     logical: tuple[str, ...]
     """TensorFlow's names in this process of the devices it computes on: "GPU:0", … or "CPU:0", …"""
+    is_pinned: bool = True
+    """Whether `pin` has chosen them, and not a script."""
 
 
 def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int = 1) -> range:
@@ -118,8 +120,9 @@ def in_use(local_rank: int) -> Device:
     """Return the devices that TensorFlow uses in this process, also where a script has chosen them and not `pin`."""
     rank_gpus = tf.config.get_visible_devices("GPU")
     if not rank_gpus:
-        return Device("CPU", "", (), _names("CPU", 1))
-    return _device_of_gpus(rank_gpus, tf.config.list_physical_devices("GPU"), local_rank, "")
+        return Device("CPU", "", (), _names("CPU", 1), is_pinned=False)
+    device = _device_of_gpus(rank_gpus, tf.config.list_physical_devices("GPU"), local_rank, "")
+    return replace(device, is_pinned=False)
 
 
 def _device_of_gpus(

@@ -215,11 +215,13 @@ def check_devices(group: WorkerGroup) -> None:
     for rank, (host, rank_device) in enumerate(zip(group.hosts, group.devices, strict=True)):
         for key in rank_device.gpu_keys:
             holder = holders.setdefault((host, key), rank)
-            if holder != rank:
+            # A script may mean it, and a GPU serve two ranks that exchange in main memory.
+            if holder != rank and (rank_device.is_pinned or hvd.nccl_built()):
                 raise UserError(
                     f"ranks {holder} and {rank} on {host} would both use GPU {key}; expected one GPU for "
                     "each rank. Have each task see all GPUs of its host (srun --gpus-per-node=N --gpu-bind=none), "
-                    "start fewer ranks there, or have the script that chooses its GPUs take number hvd.local_rank()."
+                    "start fewer ranks there, or have a script that chooses its GPUs call tf.config."
+                    "set_visible_devices with number hvd.local_rank()."
                 )
 
 

@@ -196,7 +196,7 @@ def _warn_of_equal_rows(count: int) -> None:
     """Say on rank 0, the first time, that ranks have computed the same gradients."""
     if hvd.rank() == 0:
         log.warning(
-            f"all {count} ranks train on the same rows: their gradients are equal to the bit. x, y, weights = "
+            f"all {count} ranks seem to train on the same rows: a gradient is equal to the bit. x, y, weights = "
             "hvd.shard(x, y) gives each rank its own; or shuffle with another seed on each."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ import tensorflow as tf
 
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import is_of_batches, unsure_order
+
+log = logging.getLogger(__name__)
 
 _SEVERAL = "Give several inputs one by one, x1, x2, y, weights = hvd.shard(x1, x2, y), or as a dict."
 
@@ -104,9 +107,10 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
         )
     if not isinstance(dataset.element_spec, tuple) or len(dataset.element_spec) != 2:
         raise UserError(f"hvd.shard: expected a dataset of (x, y), not batched; received {dataset.element_spec}.")
-    if is_of_batches(dataset):
-        raise UserError(
-            "hvd.shard: expected a dataset of single records; received one of batches. Batch what it returns."
+    if is_of_batches(dataset) and hvd.rank() == 0:
+        log.warning(
+            "hvd.shard: the dataset is of batches, and each counts as one record, with one weight. Batch what it "
+            "returns, unless a record is a sequence."
         )
     if (cause := unsure_order(dataset)) is not None:
         advice = f"Apply {cause} to what hvd.shard returns."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import csv
 import io
 import logging
@@ -225,9 +226,9 @@ def load_table(
     may_be_empty: whether a header may stand alone.
     """
     with reading(path):
-        content = storage.read_all(path)
+        content = storage.read_all(path).removeprefix(codecs.BOM_UTF8)
     try:
-        separator = _separator(content.partition(b"\n")[0].decode("utf-8-sig"))
+        separator = _separator(content.partition(b"\n")[0].decode())
         columns, lines = _read_columns(content, separator, path)
     except UnicodeDecodeError as error:
         raise UserError(
@@ -306,12 +307,13 @@ def _rows(content: bytes, separator: str, path: str) -> Iterator[tuple[int, list
 
     Python's reader would otherwise take all that follows such a quote for one cell, up to the next one.
     """
-    after_quotes = rf"[ ]+(?=[{separator}\r\n]|$)"
-    if re.search(f'"{after_quotes}'.encode(), content):  # blanks that a strict reader refuses
+    blank = "(?:[ \f\v]|\xc2\xa0)" if separator == "\t" else "(?:[ \t\f\v]|\xc2\xa0)"  # no-break spaces, too
+    after_quotes = rf"{blank}+(?=[{separator}\r\n]|$)"
+    if re.search(f'"{after_quotes}'.encode("latin-1"), content):  # blanks that a strict reader refuses
         quoted_cell = rf'((?:^|[{separator}\r\n]) *"[^"]*(?:""[^"]*)*")(?:{after_quotes})?'
-        content = re.sub(quoted_cell.encode(), rb"\1", content)
+        content = re.sub(quoted_cell.encode("latin-1"), rb"\1", content)
     csv.field_size_limit(sys.maxsize)  # of the whole process; what Python's 131 072 guards against is in memory already
-    text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+    text = io.TextIOWrapper(io.BytesIO(content), "utf-8", newline="")
     reader = csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True)
     line = 0
     try:

@@ -124,7 +124,10 @@ def _lack_of(dataset: Any, name: str, path: str) -> str:
     """Return a sentence for values that were never written, as where a writer has died; "" if there are none."""
     of_chunks = zip(dataset.shape, dataset.chunks or dataset.shape, strict=True)
     chunks = math.prod(-(-length // of_chunk) if of_chunk else 0 for length, of_chunk in of_chunks)
-    written = dataset.id.get_num_chunks() if dataset.chunks else int(dataset.id.get_storage_size() > 0)
+    try:
+        written = dataset.id.get_num_chunks() if dataset.chunks else int(dataset.id.get_storage_size() > 0)
+    except (RuntimeError, OSError, ValueError):  # it is damaged, which the records show when they are read
+        return ""
     if written >= chunks:
         return ""
     what = (

@@ -35,7 +35,7 @@ from horovod_train.data.random_access.store import (
     raise_if_of_the_system,
     read_block,
 )
-from horovod_train.data.schema import Feature, Schema, check_names_of_numbers, check_same_classes, parse_feature
+from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature, warn_of_names_of_numbers
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
 from horovod_train.errors import RunError, UserError, reading
@@ -235,7 +235,7 @@ def describe(
     for name, feature in features.items():
         has_own_names = bool(defaults.get(name, {}).get("class_names"))  # whose order is that of its labels
         if not has_own_names and not isinstance(first[name].flat[0] if first[name].size else None, bytes | str):
-            check_names_of_numbers(feature.class_names, f"data.features: {name}")
+            warn_of_names_of_numbers(feature.class_names, f"data.features: {name}")
     return Schema(features, inputs, config.targets, where=path)
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from horovod_train.distributed.launch.conventions import is_loopback
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
+from horovod_train.distributed.launch.local import named_gpus
 from horovod_train.distributed.launch.started_ranks import (
     SAVE_WITHIN_S,
     SSH_LOST,
@@ -160,6 +161,8 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
     root = "localhost" if len(shares) == 1 else address_of(shares[0].host)
     meeting = new_meeting(sum(share.ranks for share in shares), root)
     environment = {name: value for name, value in os.environ.items() if _is_for_all_hosts(name, value)}
+    if "CUDA_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in environment and root != "localhost":
+        to_stderr("launch: CUDA_VISIBLE_DEVICES names GPUs of this host, so the ranks of others do not get it")
     started = []
     for share in shares:
         is_here = is_this_host(share.host)
@@ -172,7 +175,7 @@ def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRa
 
 def _is_for_all_hosts(name: str, value: str) -> bool:
     if _GPUS_OF_THIS_HOST.fullmatch(name):
-        return value in ("", "-1")
+        return not named_gpus(value)
     return not _OF_THIS_HOST.fullmatch(name)
 
 

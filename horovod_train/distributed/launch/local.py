@@ -147,8 +147,11 @@ def visible_gpus() -> list[str] | None:
     CUDA reads it up to the first name that is none, such as -1. SLURM gives NoDevFiles to a job without GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return None
+    return None if visible is None else named_gpus(visible)
+
+
+def named_gpus(visible: str) -> list[str]:
+    """Return what a value of CUDA_VISIBLE_DEVICES names; nothing if it hides all GPUs."""
     return list(takewhile(lambda name: not _HIDES.fullmatch(name), filter(None, re.split("[, ]+", visible))))
 
 

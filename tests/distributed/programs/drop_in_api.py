@@ -433,10 +433,11 @@ facts["shard_of_shuffled"] = [
     error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2, deterministic=False))),
     error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2))),
 ]
-facts["shard_of_batches"] = [
-    error_of(lambda: hvd.shard(pairs.batch(4))),
-    error_of(lambda: hvd.shard(pairs.batch(4).unbatch().apply(tf.data.experimental.assert_cardinality(8)))),
-]
+with lines_said() as of_batches:
+    hvd.shard(pairs.batch(4))
+with lines_said() as of_records:
+    hvd.shard(pairs.batch(4).unbatch().apply(tf.data.experimental.assert_cardinality(8)))
+facts["shard_of_batches"] = [of_batches, of_records]
 facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
 facts["values"] = {

@@ -138,6 +138,9 @@ def test_copies_that_editors_and_programs_leave_beside_records_are_left_out(tmp_
         assert note.startswith(f"{path}: {named} ")
     assert open_records(config(folder / "*.bak"), "train").num_records == 40  # as the glob says
     assert open_records(config(folder / "0.tfrecord.bak"), "train").num_records == 40
+    for path in folder.glob("*.tfrecord"):
+        path.unlink()
+    assert open_records(config(folder), "train").num_records == 160  # there is nothing else
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "parquet"])

@@ -441,6 +441,18 @@ def test_rows_of_hdf5_that_were_never_written_are_named_and_are_a_fault(layout: 
     assert open_records(config(tmp_path / "b.h5", inputs=("x",), targets=("y",)), "train").notes == []
 
 
+def test_a_damaged_list_of_chunks_is_found_by_its_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["y"] = np.arange(1000)
+        file.create_dataset("x", data=np.ones((1000, 4), np.float32), chunks=(2, 4))
+    content = path.read_bytes()
+    leaf = content.rindex(b"TREE")
+    path.write_bytes(content[:leaf] + b"GONE" + content[leaf + 4 :])
+    report = check_records(config(path, inputs=("x",), targets=("y",)))
+    assert any("wrong B-tree signature" in fault for fault in report.bad)
+
+
 def test_a_damaged_row_group_is_read_up_to_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that follow a damaged one are lost with it; looking for it must not read each record from the start."""
     path, records = tmp_path / "a.parquet", 3000

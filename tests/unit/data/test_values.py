@@ -43,6 +43,8 @@ TABLES = {
     "bars": "a|b|c\n1|2.5|x y\n-3|1e3|z\n",
     "decimal commas": "a;b;c\n1;2,5;x y\n-3;1000,0;z\n",
     "blanks": " a, b ,c \n 1 ,2.5, x y\n-3 , 1e3,  z \n",
+    "a byte order mark before quotes": '\ufeff"a" ,"b","c"\n"1","2.5","x y"\n-3,1e3,z\n',
+    "tabs and no-break spaces after quotes": 'a,"b"\t,"c"\u00a0\n1,"2.5"\t,"x y"\u00a0\n-3,1e3,z\n',
     "quoted after blanks": 'a, "b", c\n1, "2.5", "x y"\n-3, 1e3, z\n',
     "a byte order mark": "\ufeffa,b,c\n1,2.5,x y\n-3,1e3,z\n",
     "Windows": "a;b;c\r\n1;2,5;x y\r\n\r\n-3;1000;z\r\n",

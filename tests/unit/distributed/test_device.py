@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import threading
@@ -273,6 +274,8 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
     else:
         with pytest.raises(UserError, match=f"ranks 0 and 1 on a would both use GPU {shared}; expected one GPU"):
             check_devices(group)
+        of_script = tuple(dataclasses.replace(each, is_pinned=False) for each in devices)
+        check_devices(dataclasses.replace(group, devices=of_script))  # exchanges in main memory
 
 
 SLICES = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa)
