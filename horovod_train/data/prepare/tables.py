@@ -312,10 +312,10 @@ def _rows(content: bytes, separator: str, path: str) -> Iterator[tuple[int, list
     if re.search(f'"{after_quotes}'.encode("latin-1"), content):  # blanks that a strict reader refuses
         quoted_cell = rf'((?:^|[{separator}\r\n]) *"[^"]*(?:""[^"]*)*")(?:{after_quotes})?'
         content = re.sub(quoted_cell.encode("latin-1"), rb"\1", content)
-    csv.field_size_limit(sys.maxsize)  # of the whole process; what Python's 131 072 guards against is in memory already
     text = io.TextIOWrapper(io.BytesIO(content), "utf-8", newline="")
     reader = csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True)
     line = 0
+    limit = csv.field_size_limit(sys.maxsize)  # of the process; the text is in memory already
     try:
         for row in reader:
             line = reader.line_num
@@ -326,6 +326,8 @@ def _rows(content: bytes, separator: str, path: str) -> Iterator[tuple[int, list
             f"{path}:{line + 1}: expected a row of a csv file; up to line {reader.line_num}: {error}. A cell that "
             "begins with a quote ends with one, and has those inside doubled."
         ) from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _separator(header: str) -> str:

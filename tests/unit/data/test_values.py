@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import tracemalloc
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_texts_in_quotes_are_read_as_they_are_quoted(tmp_path: Path) -> None:
 def test_a_cell_may_be_as_long_as_it_is(tmp_path: Path) -> None:
     text = "word " * 50_000
     assert load_table(table(tmp_path, "y,text", f"0,{text}", "1,short"))["text"].tolist() == [text.strip(), "short"]
+    assert csv.field_size_limit() < len(text)  # by which predict, too, tells files that it did not write
 
 
 def test_a_table_takes_a_few_times_its_file_while_it_is_read(tmp_path: Path) -> None:
