@@ -76,13 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
     environment = {**os.environ, "MPI": "wheel" if mpi == "wheel" else "system", "HOROVOD_GPU_OPERATIONS": gpu}
     if mpi == "none":
         environment["HOROVOD_WITHOUT_MPI"] = "1"
+    _provide(mpi, environment, arguments.cache)
+    _remember(environment)
+    return 0
+
+
+def _provide(mpi: str, environment: Mapping[str, str], cache: str | None) -> None:
+    """Have this Horovod installed: it is, or was compiled before, or is compiled now. Raises UserError, RunError."""
     name = _name(mpi, environment)
     if _is_installed(name):
         _write_prefix(mpi)
-        _remember(environment)
         print(f"Horovod is installed: {name}")
-        return 0
-    folder = Path(arguments.cache or needed_cache()).absolute() / name
+        return
+    folder = Path(cache or needed_cache()).absolute() / name
     wheel = _wheel_in(folder)
     if wheel and (problem := _writable_by_others(folder, wheel)):
         print(f"{wheel} is not installed, because {problem}: compiling Horovod anew", flush=True)
@@ -90,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Horovod was compiled before: installing {wheel}", flush=True)
         problem = _install(folder, mpi)
         if not problem:
-            _remember(environment)
-            return 0
+            return
         print(f"that one does not load here ({problem}): compiling it anew", flush=True)
     if problem := next(_missing_tools(environment, mpi), ""):
         raise UserError(f"build-horovod: {problem}")
@@ -99,8 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
     _compile(folder, environment)
     if problem := _install(folder, mpi):
         raise RunError(f"build-horovod: the compiled Horovod does not load: {problem}. It is in {folder}.")
-    _remember(environment)
-    return 0
 
 
 def _find_mpi() -> str:

@@ -188,9 +188,9 @@ def check_records(config: DataConfig) -> Report:
         return report
     try:
         records = split_files.open(readable)
-        lacks = records.source.lacks if isinstance(records.source, RandomAccessRecords) else []
-        report.bad += [*records.problems, *lacks]
-        report.notes += [note for note in records.notes if note not in lacks]
+        unwritten = records.source.unwritten if isinstance(records.source, RandomAccessRecords) else []
+        report.bad += [*records.problems, *unwritten]
+        report.notes += [note for note in records.notes if note not in unwritten]
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         if len(readable) == len(split_files.files):
             check_counts(records, paths)

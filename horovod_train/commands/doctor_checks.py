@@ -156,8 +156,8 @@ def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     visible = len(tf.config.list_physical_devices("GPU"))
-    problem = "" if visible else naming_problem()
-    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus()), problem))
+    my_problem = "" if visible else naming_problem()
+    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus()), my_problem))
     for rank, (host, *_, problem) in enumerate(rows):
         if problem:
             facts = {"gpus": [list(uuids) for _, uuids, *_ in rows]}

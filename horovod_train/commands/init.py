@@ -165,11 +165,12 @@ def _table(arguments: argparse.Namespace) -> Draft:
             layers.append(f"    {name!r}: ({mean:.6g}, {variance or 1.0:.6g}),")
     names = _classes_of(table[target])
     ends = _classification(epochs=30) if names else _regression()
-    model = _with_slashes(TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n"), inputs)
+    output = CLASS_OUTPUT
     if not names:
         mean, variance = _moments(table[target][is_trained_on])
-        scaled = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", f"{variance**0.5 or 1.0:.6g}, offset={mean:.6g}")
-        model = model.replace(TABLE_OUTPUT, scaled)
+        output = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", f"{variance**0.5 or 1.0:.6g}, offset={mean:.6g}")
+    model = TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n").replace("    OUTPUT\n", output)
+    model = _with_slashes(model, inputs)
     sections = [
         _data(arguments.path, _features(table, inputs, target), [target], inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
@@ -477,10 +478,10 @@ def build(outputs: int, hidden: int = 64) -> keras.Model:
     x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
     for _ in range(2):
         x = layers.Dense(hidden, activation="relu")(x)
-    return keras.Model(inputs, layers.Dense(outputs, dtype="float32", name="output")(x))
+    OUTPUT
 '''
 
-TABLE_OUTPUT = """\
+CLASS_OUTPUT = """\
     return keras.Model(inputs, layers.Dense(outputs, dtype="float32", name="output")(x))
 """
 NUMBER_OUTPUT = """\
@@ -488,7 +489,7 @@ NUMBER_OUTPUT = """\
     # By the target's standard deviation and mean: a layer learns numbers around 0 best, whatever the target's size.
     return keras.Model(inputs, layers.Rescaling(DEVIATION, offset=MEAN, dtype="float32", name="output")(x))
 """
-"""What ends a table's model in the place of TABLE_OUTPUT, if the target is a number."""
+"""What stands in the place of OUTPUT, for a target of classes and for one that is a number."""
 
 TEXT_MODEL = '''"""A bag of words, to begin with: it takes text as it is, so that it is exported as one piece."""
 

@@ -1,7 +1,6 @@
 """Checks settings that are each valid alone against each other, and resolves a config for a number of ranks.
 
-Looks only at the config, and at whether the paths of records exist. Also checks class weights for the losses that use
-them.
+Looks only at the config. Also checks class weights for the losses that use them.
 """
 
 from __future__ import annotations

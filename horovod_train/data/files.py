@@ -192,7 +192,7 @@ def _without_copies(names: list[str]) -> list[str]:
 
 
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob
+    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob does
     return [os.path.join(folder, name) for name in _without_copies(names)]
 
 
@@ -260,7 +260,7 @@ def hold_lock(places: Sequence[Path], limit_s: float | None = None) -> Iterator[
 
     places: where the file may be. Best effort: without a lock several processes may write it, and the last write stays.
     limit_s: how long to wait for another process that does not write the file before doing without a lock; None: until
-    that has ended. Only where it is harmless if both write.
+    that has ended. A limit is for files that both may write without harm.
     """
     locks = (_open_lock(place, limit_s) for place in places)
     path, fd = next(filter(None, locks), (Path(), -1))
@@ -290,9 +290,9 @@ def _open_lock(place: Path, limit_s: float | None) -> tuple[Path, int] | None:
         except FileNotFoundError:
             pass  # its last holder has removed it
         except BlockingIOError:
-            now = time.monotonic()
-            if written != (written := _written_at(place)):
-                last_written = now
+            now, written_now = time.monotonic(), _written_at(place)
+            if written_now != written:
+                written, last_written = written_now, now
             if limit_s is not None and now - last_written >= limit_s:
                 os.close(fd)
                 log.warning(f"{path} is still held by another process, which writes nothing: going on without it")

@@ -242,39 +242,28 @@ def load_table(
     if not lines:
         return {name: np.empty(0, object) for name, _ in columns}
     table, point = Arrays(), "," if separator == ";" else "."
+    stay_text = texts | {
+        name
+        for name, names in (class_names or {}).items()
+        if any(_column([each], point).dtype != object for each in names)
+    }
     has_commas, with_point = False, ""
     while columns:  # each column's cells are freed when it is an array
         name, cells = columns.pop(0)
         if not name and (table or columns):
             log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
             continue
-        names_of_classes = (class_names or {}).get(name, ())
-        is_text = name in texts or any(_column([each], point).dtype != object for each in names_of_classes)
-        table[name] = np.array(cells, object) if is_text else _column(cells, point)
-        missing = _find_missing(cells, point, is_text=is_text) if table[name].dtype == object else []
-        if missing:
-            first = cells[missing[0]]
-            problem = f"holds numbers, and here {first!r}; write a number" if first else "is empty; fill it"
-            rest = {name: cells, **dict(columns)}
-            gaps = {each: _find_missing(rest[each], point, is_text=each in texts) for each in rest}
-            counts = ", ".join(f"{each} ({len(places)})" for each, places in gaps.items() if places)
-            words = sorted({rest[each][place] for each, places in gaps.items() for place in places} - {""})
-            between = "" if separator == "," else f"sep={separator!r}, "
-            read = f"{path!r}, {between}dtype=str{f', na_values={words}' if words else ''}"
-            raise UserError(
-                f"{path}:{lines[missing[0]]}: {name} {problem} or leave the line out. Cells are missing in "
-                f"{counts} of {len(cells)} records. Without those lines: "
-                f"pandas.read_csv({read}).dropna().to_csv('complete.csv', {between}index=False)"
-            )
-        if table[name].dtype.kind == "f" and np.isinf(table[name]).any():
-            place = int(np.isinf(table[name]).argmax())
-            raise UserError(
-                f"{path}:{lines[place]}: {name}: expected a finite number that float32 holds; received "
-                f"{cells[place]!r:.60}."
-            )
-        if table[name].dtype.kind == "f" and (np.abs(table[name]) >= _ALL_WHOLE).any():
-            _warn_of_rounding(np.array([float(cell.replace(point, ".")) for cell in cells]), path, name)
-        if point == "," and table[name].dtype != object:
+        table[name] = np.array(cells, object) if name in stay_text else _column(cells, point)
+        if table[name].dtype == object:
+            missing = _find_missing(cells, point, is_text=name in stay_text)
+            if missing:
+                rest = {name: cells, **dict(columns)}
+                gaps = {each: _find_missing(rest[each], point, is_text=each in stay_text) for each in rest}
+                raise _missing_cells(f"{path}:{lines[missing[0]]}: {name}", rest, gaps, path, separator)
+            continue
+        if table[name].dtype.kind == "f":
+            _check_floats(table[name], cells, point, path, name, lines)
+        if point == ",":
             has_commas = has_commas or any(map(_DECIMAL_COMMA.fullmatch, cells))
             found_here = (f"{lines[at]}: {name}: {cell}" for at, cell in enumerate(cells) if "." in cell)
             with_point = with_point or next(found_here, "")
@@ -284,6 +273,37 @@ def load_table(
             "without points, and decimals alike."
         )
     return table
+
+
+def _missing_cells(
+    where: str, columns: Mapping[str, Sequence[str]], gaps: Mapping[str, Sequence[int]], path: str, separator: str
+) -> UserError:
+    """Return the error for missing cells. where: the first one. gaps: by column, the records that have none."""
+    cells = next(iter(columns.values()))
+    first = cells[next(iter(gaps.values()))[0]]
+    problem = f"holds numbers, and here {first!r}; write a number" if first else "is empty; fill it"
+    counts = ", ".join(f"{name} ({len(places)})" for name, places in gaps.items() if places)
+    words = sorted({columns[name][place] for name, places in gaps.items() for place in places} - {""})
+    between = "" if separator == "," else f"sep={separator!r}, "
+    read = f"{path!r}, {between}dtype=str{f', na_values={words}' if words else ''}"
+    return UserError(
+        f"{where} {problem} or leave the line out. Cells are missing in {counts} of {len(cells)} records. Without "
+        f"those lines: pandas.read_csv({read}).dropna().to_csv('complete.csv', {between}index=False)"
+    )
+
+
+def _check_floats(
+    numbers: np.ndarray, cells: Sequence[str], point: str, path: str, name: str, lines: Sequence[int]
+) -> None:
+    """Raise UserError for a cell that float32 does not hold; warn of different whole numbers of which it makes one."""
+    if np.isinf(numbers).any():
+        place = int(np.isinf(numbers).argmax())
+        raise UserError(
+            f"{path}:{lines[place]}: {name}: expected a finite number that float32 holds; received "
+            f"{cells[place]!r:.60}."
+        )
+    if (np.abs(numbers) >= _ALL_WHOLE).any():
+        _warn_of_rounding(np.array([float(cell.replace(point, ".")) for cell in cells]), path, name)
 
 
 def _read_columns(content: bytes, separator: str, path: str) -> tuple[list[tuple[str, list[str]]], Sequence[int]]:
@@ -307,11 +327,11 @@ def _rows(content: bytes, separator: str, path: str) -> Iterator[tuple[int, list
 
     Python's reader would otherwise take all that follows such a quote for one cell, up to the next one.
     """
-    blank = "(?:[ \f\v]|\xc2\xa0)" if separator == "\t" else "(?:[ \t\f\v]|\xc2\xa0)"  # no-break spaces, too
-    after_quotes = rf"{blank}+(?=[{separator}\r\n]|$)"
-    if re.search(f'"{after_quotes}'.encode("latin-1"), content):  # blanks that a strict reader refuses
+    blanks = " \t\f\v".replace(separator, "")
+    after_quotes = rf"(?:[{blanks}]|\xc2\xa0)+(?=[{separator}\r\n]|$)"
+    if re.search(f'"{after_quotes}'.encode(), content):  # blanks that a strict reader refuses
         quoted_cell = rf'((?:^|[{separator}\r\n]) *"[^"]*(?:""[^"]*)*")(?:{after_quotes})?'
-        content = re.sub(quoted_cell.encode("latin-1"), rb"\1", content)
+        content = re.sub(quoted_cell.encode(), rb"\1", content)
     text = io.TextIOWrapper(io.BytesIO(content), "utf-8", newline="")
     reader = csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True)
     line = 0

@@ -93,7 +93,9 @@ class HDF5File(FileStore):
                     f"{path}: {name} is {dtype}{list(dataset.shape)}, and the file has {self.size} bytes; expected "
                     "values that are there. The file is damaged, or was never filled."
                 )
-        self.lack = " ".join(filter(None, (_lack_of(dataset, name, path) for name, dataset in datasets.items())))
+        self.unwritten = " ".join(
+            filter(None, (_unwritten_in(dataset, name, path) for name, dataset in datasets.items()))
+        )
         lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
         records = check_lengths(lengths, path, setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.
@@ -120,7 +122,7 @@ class HDF5File(FileStore):
         return {name: file[name] for name in self._names}, file.close
 
 
-def _lack_of(dataset: Any, name: str, path: str) -> str:
+def _unwritten_in(dataset: Any, name: str, path: str) -> str:
     """Return a sentence for values that were never written, as where a writer has died; "" if there are none."""
     of_chunks = zip(dataset.shape, dataset.chunks or dataset.shape, strict=True)
     chunks = math.prod(-(-length // of_chunk) if of_chunk else 0 for length, of_chunk in of_chunks)

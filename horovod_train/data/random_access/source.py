@@ -85,12 +85,12 @@ class RandomAccessRecords:
     @property
     def notes(self) -> Sequence[str]:
         """What users should know before a run."""
-        return [text for store in self._stores for text in (store.note, store.lack) if text]
+        return [text for store in self._stores for text in (store.note, store.unwritten) if text]
 
     @property
-    def lacks(self) -> Sequence[str]:
+    def unwritten(self) -> Sequence[str]:
         """Those of the notes that are faults of the files."""
-        return [store.lack for store in self._stores if store.lack]
+        return [store.unwritten for store in self._stores if store.unwritten]
 
     def files(self) -> list[str]:
         """Return the file of each record, where each is a file; else nothing."""

@@ -75,7 +75,7 @@ class Store(Protocol):
         """Return what users should know before a run; "" if nothing."""
 
     @property
-    def lack(self) -> str:
+    def unwritten(self) -> str:
         """Return what is not in the files though it can be read, which check-data counts as a fault; "" if nothing."""
 
     def read(self, first: int, last: int) -> Arrays | list[bytes]:
@@ -136,7 +136,7 @@ class FileStore:
     """What stores of files have in common. A Store, once it has `blocks` and `read`."""
 
     note = ""
-    lack = ""
+    unwritten = ""
     are_files = False
 
     def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:

@@ -31,7 +31,7 @@ class UsersStore:
     """The records that an object of a user's class gives. A Store."""
 
     are_files = False
-    lack = ""
+    unwritten = ""
 
     def __init__(self, path: str, request: Request, spec: Spec) -> None:
         """Build the object. Raises UserError for anything that is wrong with its class."""

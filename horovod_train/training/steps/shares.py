@@ -189,11 +189,8 @@ class Shares:
             self._noted, self._in_step = None, False
 
     @contextmanager
-    def noting_exchanged(self) -> Iterator[None]:
-        """Inside the block, in which a step is tried: note in `exchanged` which losses are not divided by rows.
-
-        And in `given_logits` which take logits for probabilities.
-        """
+    def noting_losses(self) -> Iterator[None]:
+        """Inside the block, in which a step is tried: note losses in `exchanged` and in `given_logits`."""
         self._is_tried = True
         try:
             yield
