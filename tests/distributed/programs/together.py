@@ -28,7 +28,8 @@ def gradients(*shapes: tuple[int, ...], dtype: str = "float32") -> list[Any]:
 
 def number_of(exchange: GradientExchange, grads: list[Any]) -> dict[str, int]:
     """How often each operation of Horovod's is in a compiled step."""
-    compiled = tf.function(lambda: [grad for grad in exchange.combine_each(grads, "counted") if grad is not None])
+    together = lambda: [grad for grad in exchange.combine_each(grads, "counted") if grad is not None]  # noqa: E731
+    compiled = tf.function(together, autograph=False)
     operations = compiled.get_concrete_function().graph.get_operations()
     return dict(Counter(each.type for each in operations if each.type.startswith("Horovod")))
 

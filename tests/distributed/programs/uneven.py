@@ -99,20 +99,19 @@ def train(
     model: keras.Model,
     config: TrainConfig = EVERY_STEP,
     *,
-    first_step: int = 0,
     sparse_as_dense: bool = False,
     jit_compile: bool = False,
     shares_are_equal: bool = False,
+    size_of_first: StepSize = ANY_SIZE,
 ) -> TrainStep:
-    """Return the step after three updates in two calls, as `config` says."""
+    """Return the step after three updates in two calls, as `config` says. For each size of steps it is compiled."""
     model.compile(optimizer, CROSS_ENTROPY, metrics=["accuracy"], auto_scale_loss=False)
     horovod = HorovodConfig(sparse_as_dense=sparse_as_dense)
     settings = Config(train=config, horovod=horovod, jit_compile=jit_compile, seed=5)
     step = build_step(model, share(0), group, settings)
     if shares_are_equal:
         ignore_shares(step.shares)
-    step.state.step.assign(first_step)
-    step.run(batches(), 1, FULL)
+    step.run(batches(), 1, size_of_first)
     step.run(batches(first=1), 2, ANY_SIZE)
     return step
 
