@@ -1,6 +1,6 @@
 """A training loop that goes on when hosts are lost, and takes in hosts that come. Each record is used once an epoch.
 
-horovodrun --gloo --min-np 1 --max-np 4 --host-discovery-script hosts.sh python examples/elastic.py
+horovodrun --gloo -np 1 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic.py
 
 hosts.sh prints the hosts that there are, one a line, with the number of ranks each can run: node1:4
 """

@@ -1,1 +1,1 @@
-"""One file or folder for each command of the command line except training."""
+"""One file for each command of the command line except training."""

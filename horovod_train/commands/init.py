@@ -273,8 +273,12 @@ def _mine(arguments: argparse.Namespace) -> Draft:
 
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
     "images": (_images, "FOLDER", "image files in a folder for each class"),
-    "table": (_table, "FILE", "a csv file with a header, or a Parquet file: numbers and texts → a class or a number"),
-    "text": (_text, "FILE", "a csv or Parquet file with a column of texts and one of classes"),
+    "table": (
+        _table,
+        "FILE",
+        "a csv file with a header, Parquet, Arrow or Feather: numbers and texts → a class or a number",
+    ),
+    "text": (_text, "FILE", "a file of these kinds with a column of texts and one of classes"),
     "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
     "mine": (_mine, "", "a source of records and a model of your own, to fill in"),
 }
@@ -404,7 +408,7 @@ def _regression() -> list[tuple[str, Any]]:
 
 def _training(epochs: int, metric: str, mode: str) -> list[tuple[str, Any]]:
     return [
-        ("the rate on one rank; see lr_schedule.scaling for many", {"optimizer": {"name": "adam"}}),
+        ("the rate for this global batch, at any number of ranks", {"optimizer": {"name": "adam"}}),
         ("", {"lr_schedule": {"base_lr": 0.001}, "train": {"epochs": epochs}, "eval": {"every_epochs": 1}}),
         ("", {"checkpoint": {"every_epochs": 1, "best": {"metric": metric, "mode": mode}}}),
     ]

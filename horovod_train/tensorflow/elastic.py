@@ -1,6 +1,7 @@
 """Elastic training: ranks may be lost, and join, while a script trains. Served as `hvd.elastic`.
 
-Horovod's launcher starts it: `horovodrun --min-np 2 --max-np 4 --host-discovery-script hosts.sh python train.py`.
+Horovod's launcher starts it:
+`horovodrun -np 2 --min-np 2 --max-np 4 --host-discovery-script ./hosts.sh python train.py`.
 Started in any other way the script trains too, with a number of ranks that stays the same.
 """
 

@@ -179,7 +179,7 @@ GREY_SCHEMA = _grey_schema(28, 28, 10)
 def _add_idx_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", required=True, metavar="FILE", help="for example train-images-idx3-ubyte.gz")
     parser.add_argument("--labels", required=True, metavar="FILE", help="for example train-labels-idx1-ubyte.gz")
-    parser.add_argument("--eval-images", metavar="FILE", help="to evaluate on; default: a fraction of --images")
+    parser.add_argument("--eval-images", metavar="FILE", help="to evaluate on; else --eval-fraction of --images")
     parser.add_argument("--eval-labels", metavar="FILE", help="their labels")
     add_split_arguments(parser, "--images")
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 def _add_file_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
     parser.add_argument("--file", required=True, metavar=f"FILE.{suffix}", help="the records")
-    parser.add_argument("--eval-file", metavar=f"FILE.{suffix}", help="to evaluate on; default: a fraction of --file")
+    parser.add_argument("--eval-file", metavar=f"FILE.{suffix}", help="to evaluate on; else --eval-fraction of --file")
     add_split_arguments(parser, "--file")
 
 
