@@ -25,7 +25,6 @@ from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
-from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import averages_of
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, build_model, overridden
@@ -53,7 +52,7 @@ from horovod_train.training.steps.figures import Figures, ForwardState, metrics_
 from horovod_train.training.steps.histograms import check_names, find_layers
 from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
 from horovod_train.training.steps.shares import Rows, Shares
-from horovod_train.training.steps.step import EvalStep, Seeds, TrainStep
+from horovod_train.training.steps.step import EvalStep, PhaseVariable, Seeds, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables, make_metrics, try_outputs, try_step
 from horovod_train.training.stopping import BestTracker, EarlyStopping
 from horovod_train.training.sync import STRATEGIES, SyncParts

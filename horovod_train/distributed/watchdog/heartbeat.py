@@ -1,8 +1,7 @@
 """What each rank is doing: its phase, its step, and a detail; and which rank the others wait for, by all of these.
 
 Does not send anything; see watch_thread. Python does not run inside a compiled call. There a probe answers: it reads
-the TensorFlow variables in which the call itself records its phase. TensorFlow is imported where such a variable is
-made: ranks without it can be watched, as in tests and benchmarks.
+the TensorFlow variables in which the call itself records its phase; see steps.step.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.host import idle_descriptors
 from horovod_train.output.logs import ANY_RANK, PHASE
 from horovod_train.shown_text import listed
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 TRAIN = "train"
 """The phase of the compiled training call. The probe's phase is shown instead: input, compute, exchange."""
@@ -200,56 +196,6 @@ def files_being_read() -> str:
         if name.endswith((".tfrecord", ".gz")):
             names.add(name)
     return f"reading {listed(sorted(names), 3, 'files')}" if names else ""
-
-
-class PhaseVariable:
-    """The probe of a Heartbeat for compiled training. step: the variable in which steps are counted."""
-
-    def __init__(self, step: tf.Variable) -> None:
-        import tensorflow as tf
-
-        self._step = step
-        # On the host, because a device that is stuck could not be read.
-        with tf.device("CPU:0"):
-            self._phase = tf.Variable(0, dtype=tf.int32, trainable=False)
-
-    def enter(self, phase: str, after: Any = ()) -> tf.Operation:
-        """Record inside the step that it is in `phase` ("input", "compute" or "exchange") from now on.
-
-        after: tensors, in any structure, that must exist before. An operation that must run after this needs a control
-        dependency on the returned operation: TensorFlow keeps no order between different resources.
-        """
-        import tensorflow as tf
-
-        tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
-        with tf.name_scope("watch"), tf.control_dependencies(tensors):
-            return self._phase.assign(FINE_PHASES.index(phase), read_value=False)
-
-    def phase(self) -> str:
-        """Return the phase that the step has entered last; may be called from any thread."""
-        return FINE_PHASES[int(self._phase)]
-
-    def __call__(self) -> tuple[int, str, str]:
-        phase = self.phase()
-        return int(self._step), phase, files_being_read() if phase == "input" else ""
-
-
-class BatchCounter:
-    """The probe of a Heartbeat for compiled evaluation. step: the training steps before it."""
-
-    def __init__(self) -> None:
-        import tensorflow as tf
-
-        self.step = 0
-        with tf.device("CPU:0"):
-            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def count(self) -> None:
-        """Count a batch, inside the compiled call."""
-        self._batches.assign_add(1, read_value=False)
-
-    def __call__(self) -> tuple[int, None, str]:
-        return self.step, None, f"batch {int(self._batches)}"
 
 
 class Intervals(NamedTuple):

@@ -2,8 +2,8 @@
 
 A step is the model's own `train_step` or `test_step`, Keras' or the user's, on the rows that this rank has; where XLA
 compiles it, Keras' own in two pieces. Around it are passes whose gradients are added up, seeds, phases, and what the
-forward pass has assigned. Shares of rows are in shares, what happens to gradients in optimizers. Knows no epochs, hooks
-or files.
+forward pass has assigned. Shares of rows are in shares, what happens to gradients in optimizers. Knows no epochs or
+hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count, synchronised_statistics
-from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
+from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import MovingAverages, TrainState
@@ -36,6 +36,50 @@ DRAWS_PER_STEP = 1 << 10
 
 MAX_OVERFLOWS_IN_A_ROW = 50
 """Updates in a row that a loss scale may leave out: halved 50 times, a scale of 2^15 is about 1e-11."""
+
+
+class PhaseVariable:
+    """The probe of a Heartbeat for compiled training. step: the variable in which steps are counted."""
+
+    def __init__(self, step: tf.Variable) -> None:
+        self._step = step
+        # On the host, because a device that is stuck could not be read.
+        with tf.device("CPU:0"):
+            self._phase = tf.Variable(0, dtype=tf.int32, trainable=False)
+
+    def enter(self, phase: str, after: Any = ()) -> tf.Operation:
+        """Record inside the step that it is in `phase` ("input", "compute" or "exchange") from now on.
+
+        after: tensors, in any structure, that must exist before. An operation that must run after this needs a control
+        dependency on the returned operation: TensorFlow keeps no order between different resources.
+        """
+        tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
+        with tf.name_scope("watch"), tf.control_dependencies(tensors):
+            return self._phase.assign(FINE_PHASES.index(phase), read_value=False)
+
+    def phase(self) -> str:
+        """Return the phase that the step has entered last; may be called from any thread."""
+        return FINE_PHASES[int(self._phase)]
+
+    def __call__(self) -> tuple[int, str, str]:
+        phase = self.phase()
+        return int(self._step), phase, files_being_read() if phase == "input" else ""
+
+
+class BatchCounter:
+    """The probe of a Heartbeat for compiled evaluation. step: the training steps before it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        with tf.device("CPU:0"):
+            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def count(self) -> None:
+        """Count a batch, inside the compiled call."""
+        self._batches.assign_add(1, read_value=False)
+
+    def __call__(self) -> tuple[int, None, str]:
+        return self.step, None, f"batch {int(self._batches)}"
 
 
 class Seeds:

@@ -20,11 +20,11 @@ import tensorflow as tf
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, WatchConfig
 from horovod_train.data.batch_source import Feed
 from horovod_train.distributed.start import start
-from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog
 from horovod_train.errors import AlreadySaid
 from horovod_train.output import logs, rank_log
 from horovod_train.output.console import to_stderr
+from horovod_train.training.steps.step import PhaseVariable
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 LIMITS = WatchConfig(
