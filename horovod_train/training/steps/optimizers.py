@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_train.distributed.allreduce import with_values
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside
 from horovod_train.keras_seams import method_replaced, weights_of
 from horovod_train.training.nonfinite import (
     are_finite,
@@ -342,14 +342,8 @@ def add_gradients(first: Any, second: Any) -> Any:
 
 def inside_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers that one holds, such as that of a LossScaleOptimizer, and those inside them."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
-    waiting = [optimizer]
-    while waiting:
-        for part in parts_in(vars(waiting.pop()), keras.optimizers.Optimizer):
-            if id(part) not in found and part is not optimizer:
-                found[id(part)] = part
-                waiting.append(part)
-    return list(found.values())
+    _, *inside = all_parts_in(optimizer, keras.optimizers.Optimizer)
+    return inside
 
 
 def _variables(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[Any]:
