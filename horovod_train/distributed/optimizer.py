@@ -221,7 +221,14 @@ class GradientExchange:
         if self.op == "adasum":
             if self.ranks.process_set_id != hvd.global_process_set.process_set_id:
                 raise UserError(f"{self.owner}: op adasum is over all ranks; leave process_set out.")
-            _check_adasum(self.owner, self.compression)
+            if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs reaches the other hosts over MPI
+                raise UserError(
+                    f"{self.owner}: op adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun."
+                )
+            if hvd.size() & (hvd.size() - 1):
+                raise UserError(f"{self.owner}: op adasum needs a power of two of ranks; received {hvd.size()}.")
+            if self.compression == "bf16":
+                raise UserError(f"{self.owner}: compression bf16 does not go with op adasum; use none or fp16.")
 
     def __call__(self, gradient: Any, name: str) -> Any:
         name, ranks = exchange_name(name), self.ranks
@@ -313,12 +320,3 @@ class GradientExchange:
         else:
             combined = hvd.allreduce(wire, name=name, ignore_name_scope=True, process_set=ranks, **self._arithmetic())
         return compressor.decompress(combined, context)
-
-
-def _check_adasum(owner: str, compression: str | type) -> None:
-    if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs reaches the other hosts over MPI
-        raise UserError(f"{owner}: op adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun.")
-    if hvd.size() & (hvd.size() - 1):
-        raise UserError(f"{owner}: op adasum needs a power of two of ranks; received {hvd.size()}.")
-    if compression == "bf16":
-        raise UserError(f"{owner}: compression bf16 does not go with op adasum; use none or fp16.")

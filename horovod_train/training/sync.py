@@ -272,6 +272,7 @@ class Stale(SyncStrategy):
         self._combine, self._sparse_as_dense = parts.combine, parts.sparse_as_dense
         trained = parts.model.trainable_variables
         self._index = {id(as_tf_variable(weight)): index for index, weight in enumerate(trained)}
+        """By the id of a weight: its place in `pending`."""
         self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
         self.settled = settled_step()
         self._paths = paths = [weight.path for weight in trained]
@@ -291,8 +292,8 @@ class Stale(SyncStrategy):
         is_empty: tf.Tensor | None = None,
     ) -> Exchanged:
         pairs = [
-            (number, place)
-            for number, (gradient, place) in enumerate(zip(local_gradients, map(self._place, variables), strict=True))
+            (number, self._index[id(as_tf_variable(variable))])
+            for number, (gradient, variable) in enumerate(zip(local_gradients, variables, strict=True))
             if gradient is not None
         ]
         for number, place in pairs:
@@ -318,10 +319,6 @@ class Stale(SyncStrategy):
             still_is = tf.logical_and(is_empty, tf.equal(self.settled, step - 1))
             self.settled.assign(tf.where(still_is, step, self.settled))
         return failed
-
-    def _place(self, variable: Any) -> int:
-        """Return the index of a weight among the pending gradients."""
-        return self._index[id(as_tf_variable(variable))]
 
     def settle(self, step: int) -> bool:
         if int(self.settled) == step:

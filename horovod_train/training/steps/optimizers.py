@@ -200,7 +200,9 @@ class Update:
     def apply(self, path: str, optimizer: Any, local_gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """In the compiled step: take the gradients that a model gives one of its optimizers."""
         variables = weights_of(optimizer) if variables is None else variables
-        gradients = [self._times_factor(self.shares.scaled(gradient)) for gradient in local_gradients]
+        gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
+        if (factor := self.factor) is not None:
+            gradients = [with_values(each, lambda values: values * tf.cast(factor, values.dtype)) for each in gradients]
         self._calls[path] += 1
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
         self.variables[key] = [as_tf_variable(variable) for variable in variables]
@@ -219,12 +221,6 @@ class Update:
             else:
                 self._apply_combined(optimizer, combined, variables)
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
-
-    def _times_factor(self, gradient: Any) -> Any:
-        factor = self.factor
-        if factor is None:
-            return gradient
-        return with_values(gradient, lambda values: values * tf.cast(factor, values.dtype))
 
     def _exchange(self, path: str, gradients: list[Any], variables: Sequence[Any]) -> Exchanged:
         """Collective: return the gradients to apply, and this rank's part of them."""
