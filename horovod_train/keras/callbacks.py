@@ -138,16 +138,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._nan_callbacks = _take_out(callbacks, keras.callbacks.TerminateOnNaN)
         if is_shared:
             restore_from_root(callbacks, self.model, self.root_rank)
-        is_built = self._is_built_on_all_ranks()
-        set_awaits_broadcast(not is_built)  # the first batches are one compiled call, of ten exchanges or more
-        if is_built:
+        # Root may have loaded weights that others lack so far.
+        (is_missing,) = _on_any_rank("built", not all(layer.built for layer in layers_inside(self.model)))
+        set_awaits_broadcast(is_missing)  # the first batches are one compiled call, of ten exchanges or more
+        if not is_missing:
             self._broadcast()
-
-    def _is_built_on_all_ranks(self) -> bool:
-        """Collective: return whether all have built the model. Root may have loaded weights that others lack so far."""
-        is_built = all(layer.built for layer in layers_inside(self.model))
-        with exchanging("the start of model.fit"):
-            return bool(hvd.allreduce(tf.constant([float(is_built)]), op=hvd.Min, name="fit.built").numpy()[0])
 
     def _broadcast(self) -> None:
         self._has_broadcast = True
@@ -174,10 +169,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         before = contents(model, of_keras_only=True)
         finalize(model)
-        has_changed = contents(model, of_keras_only=True) != before
-        with exchanging("the start of model.fit"):
-            changed = hvd.allreduce(tf.constant([float(has_changed)]), op=hvd.Max, name="fit.derived")
-        if float(changed.numpy()[0]):
+        (has_changed,) = _on_any_rank("derived", contents(model, of_keras_only=True) != before)
+        if has_changed:
             model.make_train_function(force=True)
             model.test_function = model.predict_function = None
 
@@ -626,15 +619,20 @@ def _find_needs(
     before = callbacks[: callbacks.index(broadcaster)] if broadcaster in callbacks else []
     too_early = [type(callback).__name__ for callback in before if isinstance(callback, dependent)]
     needs_losses = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
-    flags = tf.constant([float(needs_averages), float(needs_losses), float(bool(too_early))])
-    with exchanging("the start of model.fit"):
-        any_averages, any_losses, any_early = hvd.allreduce(flags, op=hvd.Sum, name="fit.needs").numpy()
+    any_averages, any_losses, any_early = _on_any_rank("needs", needs_averages, needs_losses, bool(too_early))
     if any_early:
         raise UserError(
             f"model.fit: {', '.join(too_early) or 'EarlyStopping'} must come after {type(broadcaster).__name__} in "
             "callbacks, so that all ranks decide on the same means and restore what root has saved."
         )
-    return bool(any_averages), bool(any_losses)
+    return any_averages, any_losses
+
+
+def _on_any_rank(name: str, *flags: bool) -> list[bool]:
+    """Collective, at the start of `fit`: return for each flag whether it is true on any rank."""
+    with exchanging("the start of model.fit"):
+        counts = hvd.allreduce(tf.constant(flags, tf.float32), op=hvd.Sum, name=f"fit.{name}").numpy()
+    return (counts > 0).tolist()
 
 
 def _take_out(callbacks: list[keras.callbacks.Callback], kind: type | tuple[type, ...]) -> list[Any]:
