@@ -174,7 +174,7 @@ class CheckpointStore(Store):
     def rewind(self, step: int) -> None:
         path = self.checkpoints.folder
         try:
-            for later_step in [later_step for later_step in self.checkpoints.steps() if later_step > step]:
+            for later_step in [later_step for later_step in steps_in(path) if later_step > step]:
                 path = self.checkpoints.path_of(later_step)
                 new_name = self.checkpoints.set_aside(later_step, "abandoned").name
                 log.warning(f"{path} is from before the resume at step {step}. It is now called {new_name}.")
@@ -255,7 +255,7 @@ class CheckpointStore(Store):
 
     def _remove_old(self, facts: Facts) -> None:
         try:
-            steps = self.checkpoints.steps()
+            steps = steps_in(self.checkpoints.folder)
             # Without a best: that of an earlier start, whose checkpoint.best was another.
             best = self.checkpoints.linked_best() if facts.best is None else self._mark_best(facts.best.step)
             kept_steps = {facts.step, best, *self.checkpoints.former_bests().values(), *steps[: self.keep]}
@@ -296,10 +296,6 @@ class CheckpointSet:
         """The step of a linked best that the run does not compare with; its link gets another name with the next."""
         # The suffix is unique: a run that lost this folder to another run must not write into the other run's save.
         self._partial_suffix = f".{secrets.token_hex(4)}.partial"
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, whole or not, newest first."""
-        return steps_in(self.folder)
 
     def path_of(self, step: int) -> Path:
         return self.folder / step_name(step)

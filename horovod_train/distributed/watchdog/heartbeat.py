@@ -83,7 +83,8 @@ class Heartbeat:
         self.is_saving: Callable[[], bool] = lambda: False
         """Whether a thread writes a checkpoint beside the main thread. Set by what trains."""
         self._phase = ("start", "", 0)
-        self._outer_phase = "start"
+        self.outer_phase = "start"
+        """The phase that the main thread was in when it entered the current one."""
         self._beat = Beat("start", None, "", 0, 0.0)
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -107,7 +108,7 @@ class Heartbeat:
         detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
         """
         before = self._phase[:2]
-        self._outer_phase = before[0]
+        self.outer_phase = before[0]
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
@@ -115,11 +116,6 @@ class Heartbeat:
     def name(self) -> str:
         """The main thread's phase; the probe is not read."""
         return self._phase[0]
-
-    @property
-    def outer_phase(self) -> str:
-        """The phase that the main thread was in when it entered the current one."""
-        return self._outer_phase
 
     def read_probe(self) -> Beat:
         """Read the probe, which may take long if a device is stuck; return the current beat."""
