@@ -41,14 +41,13 @@ def exchange_name(name: str) -> str:
     """
     if tf.executing_eagerly():
         return name
-    graph = tf.compat.v1.get_default_graph()
-    if _is_compiled_by_xla(graph):
+    if _is_compiled_by_xla():
         raise UserError(
             "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False), or the callback "
             "BroadcastGlobalVariablesCallback(), which does so; a tf.function around the exchange must not have "
             "jit_compile=True."
         )
-    counts = _name_counts.setdefault(graph, Counter())
+    counts = _name_counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
     counts[name] += 1
     return name if counts[name] == 1 else f"{name}.{counts[name]}"
 
@@ -61,7 +60,7 @@ def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.Process
     values, and what is returned: any structure of tensors. The exchanges of one call wait for none of each other. In
     the gradient of a tf.while_loop nothing can be written, and its passes come in turn by themselves.
     """
-    if tf.executing_eagerly() or is_alone(ranks) or _is_gradient_of_a_loop(tf.compat.v1.get_default_graph()):
+    if tf.executing_eagerly() or is_alone(ranks) or _is_gradient_of_a_loop():
         return exchange(values)
     if name not in _turns:
         _turns[name] = make_outside_graphs(_make_turn)
@@ -149,23 +148,23 @@ def mean_with_fractions(collective: Collective) -> Collective:
     return call  # type: ignore[return-value]
 
 
-def _is_gradient_of_a_loop(graph: Any) -> bool:
-    # TensorFlow has no public way to ask. Without this private name, it refuses the write with an error of its own.
+def _graphs() -> Iterator[Any]:
+    """Yield the present graph and those around it. TensorFlow has no public way to ask of what kind they are."""
+    graph = tf.compat.v1.get_default_graph()
     while graph is not None:
-        if type(graph).__name__ == "_WhileBodyGradFuncGraph":
-            return True
+        yield graph
         graph = getattr(graph, "outer_graph", None)
-    return False
 
 
-def _is_compiled_by_xla(graph: Any) -> bool:
-    # TensorFlow has no public way to ask. Without this private one, TensorFlow raises its own error at the first step.
-    while graph is not None:
-        context = getattr(graph, "_get_control_flow_context", lambda: None)()
-        if context is not None and context.IsXLAContext():
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+def _is_gradient_of_a_loop() -> bool:
+    # Without this private name, TensorFlow refuses the write with an error of its own.
+    return any(type(graph).__name__ == "_WhileBodyGradFuncGraph" for graph in _graphs())
+
+
+def _is_compiled_by_xla() -> bool:
+    # Without this private method, TensorFlow raises its own error at the first step.
+    contexts = (getattr(graph, "_get_control_flow_context", lambda: None)() for graph in _graphs())
+    return any(context is not None and context.IsXLAContext() for context in contexts)
 
 
 def number_of_ranks(ranks: hvd.ProcessSet = hvd.global_process_set) -> Any:
