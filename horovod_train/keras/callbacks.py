@@ -12,8 +12,6 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # Python's own TimeoutError only from 3.11 on
 from contextlib import ExitStack
 from threading import Thread
 from typing import Any
@@ -679,19 +677,18 @@ def _ranks_text(ranks: list[int]) -> str:
 
 def _all_ranks_meet_within(seconds: float) -> bool:
     """Collective: return whether all ranks call this within that time."""
-    meeting: Future[None] = Future()
+    failures: list[Exception] = []
 
     def meet() -> None:
         try:
             hvd.allreduce(tf.zeros(1), name="fit.stopped")
         except Exception as error:
-            meeting.set_exception(error)
-        else:
-            meeting.set_result(None)
+            failures.append(error)
 
-    Thread(target=meet, daemon=True).start()
-    try:
-        meeting.result(seconds)
-    except FutureTimeout:
-        return False
-    return True
+    meeting = Thread(target=meet, daemon=True)
+    meeting.start()
+    meeting.join(seconds)
+    have_met = not meeting.is_alive()
+    if failures:
+        raise failures[0]
+    return have_met
