@@ -112,12 +112,8 @@ def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_se
 
 def exchange_count() -> int:
     """Return how many exchanges of gradients this rank has begun. May be called from any thread, during a step."""
-    return sum(_counts())
-
-
-def _counts() -> list[int]:
     # Not counter.numpy(), which copies to the default device: on a GPU, after all that it has to compute.
-    return [int(counter) for counters in list(_counters.values()) for counter in counters.values()]
+    return sum(int(counter) for counters in list(_counters.values()) for counter in counters.values())
 
 
 def reset_counts() -> None:

@@ -227,21 +227,18 @@ class GradientCombiner:
             raise UserError(
                 f"{self.owner}: groups must be at least 1, or lists of variables; received {self._groups!r}."
             )
-        self._local_variables: dict[Any, Any] = {}
+        self.local_keys: set[Any] = set()
+        """By `key_of`: the variables of which each rank has its own value."""
         for argument, device in (("device_dense", self.device_dense), ("device_sparse", self.device_sparse)):
             if "gpu" in device.lower() and not tf.config.get_visible_devices("GPU"):
                 raise UserError(f"{self.owner}: {argument}={device!r}, but this process sees no GPU. Leave it out.")
 
     def register_local(self, variable: Any) -> None:
         """Leave the gradients of this variable out of the exchange from now on: each rank has its own value of it."""
-        self._local_variables[key_of(variable)] = variable
-
-    @property
-    def has_local(self) -> bool:
-        return bool(self._local_variables)
+        self.local_keys.add(key_of(variable))
 
     def is_local(self, variable: Any) -> bool:
-        return key_of(variable) in self._local_variables
+        return key_of(variable) in self.local_keys
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
@@ -252,7 +249,7 @@ class GradientCombiner:
         combined = list(grads)
         if not self.process_set.included():
             return combined
-        if variables is None and (self.has_local or isinstance(self._groups, list)):
+        if variables is None and (self.local_keys or isinstance(self._groups, list)):
             raise UserError(f"{self.owner}: local variables and groups need apply(grads, trainable_variables).")
         variables = variables or [None] * len(combined)
         local_indices = {i for i, variable in enumerate(variables) if variable is not None and self.is_local(variable)}
@@ -385,7 +382,7 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
 
         def build(self, variables: Any) -> None:
             super().build(variables)
-            if combiner.has_local:  # a MultiOptimizer may get its optimizers only here
+            if combiner.local_keys:  # a MultiOptimizer may get its optimizers only here
                 check_norm(self)
 
     return WithLocalVariables
