@@ -209,17 +209,14 @@ def _read(convention: Convention, environment: Mapping[str, str]) -> Meeting:
             f"{convention.launcher} started {size} ranks on several hosts, and nothing names the host of rank 0. Set "
             f"{' or '.join(convention.root)} to its name for all ranks."
         )
-    if "TORCHELASTIC_RUN_ID" in environment and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        free_port = None  # torchrun itself listens there
-    else:
-        free_port = port
+    is_taken = "TORCHELASTIC_RUN_ID" in environment and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = [environment[name] for name in convention.job if name in environment]
     return Meeting(
         launcher=convention.launcher,
         rank=rank,
         size=size,
         root=_ONE_HOST if is_one_host else root,
-        port=free_port,
+        port=None if is_taken else port,  # torchrun itself listens there
         name="/".join([convention.launcher, *names, root, str(port or ""), str(size)]),
         local_rank=local_rank,
         local_size=local_size,

@@ -119,16 +119,13 @@ def judge(seconds: np.ndarray, name: Callable[[int], str]) -> str:
         others = np.delete(seconds, slowest, axis=0)
         lead = busy[slowest] - np.median(np.delete(busy, slowest))
         elapsed = seconds.sum(axis=1).max()
-        if lead > (SLOW_FROM + _chance(elapsed / LOOK_EVERY_S)) * elapsed:
+        # Two standard deviations, at most, of the difference of two ranks' shares of time, each from so many looks.
+        chance = 2 * np.sqrt(2 * 0.25 / (elapsed / LOOK_EVERY_S))
+        if lead > (SLOW_FROM + chance) * elapsed:
             reason = _describe_slow(seconds[slowest], np.median(others, axis=0))
             return f"straggler {name(slowest)}: {reason}"
     costs = np.append(seconds[:, :-1].mean(axis=0), seconds[:, -1].min())
     return f"{MEASURED_PHASES[int(costs.argmax())]}-bound"
-
-
-def _chance(looks: float) -> float:
-    """Return two standard deviations, at most, of the difference of two ranks' shares of time, each from `looks`."""
-    return float(2 * np.sqrt(2 * 0.25 / looks))
 
 
 def _describe_slow(seconds: np.ndarray, usual: np.ndarray) -> str:

@@ -114,6 +114,8 @@ def try_step(
     _check_draws(nodes, method, where)
     _refuse_text(nodes, spec, method)
     updates = updates_in(function)
+    # Exchanges of Horovod that find those of other ranks by their whole names.
+    named = [node for node in nodes if "ignore_name_scope" in node.attr and not node.attr["ignore_name_scope"].b]
     return Tried(
         trials[0],
         list(function.variables),
@@ -123,13 +125,8 @@ def try_step(
         bool(figures),
         list(several[0].shape) if several else None,
         added,
-        sorted({node.op for node in nodes if _is_named_by_scope(node)}),
+        sorted({node.op for node in named}),
     )
-
-
-def _is_named_by_scope(node: Any) -> bool:
-    """Return whether a node is an exchange of Horovod that finds those of other ranks by its whole name."""
-    return "ignore_name_scope" in node.attr and not node.attr["ignore_name_scope"].b
 
 
 def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) -> None:
