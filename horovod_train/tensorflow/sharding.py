@@ -48,7 +48,7 @@ def shard(*data: Any) -> Any:
     weights = np.ones(len(rows), np.float32)
     if len(rows) < -(-count // size):
         rows, weights = np.append(rows, rank), np.append(weights, np.float32(0))
-    return (*(_take(argument, rows) for argument in arguments), weights)
+    return (*keras.tree.map_structure(lambda array: array[rows], arguments), weights)
 
 
 def _as_arrays(value: Any, name: str, lengths: dict[str, int]) -> np.ndarray | dict[Any, Any]:
@@ -90,12 +90,6 @@ def _is_several(value: Any) -> bool:
 
 def _no_rows(name: str, what: str, advice: str) -> UserError:
     return UserError(f"hvd.shard: {name} must be an array with one row for each record; received {what}. {advice}")
-
-
-def _take(argument: Any, rows: np.ndarray) -> Any:
-    if isinstance(argument, dict):
-        return {key: _take(part, rows) for key, part in argument.items()}
-    return argument[rows]
 
 
 def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
