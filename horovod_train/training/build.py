@@ -335,7 +335,7 @@ def build_evaluation(
     _take_on_losses(model, shares)
     tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
-    check_variables(tried.assigns, known, "test_step changes", "model.name")
+    check_variables(tried.assigns, known, "test_step changes")
     check_exchanges(tried, pipeline, group, "test_step")
     check_added_losses(tried, compiled)
     if not tried.calls_compute_metrics:

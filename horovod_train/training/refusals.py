@@ -70,7 +70,7 @@ def check_step(config: Config, compiled: Compiled, optimizers: Optimizers, tried
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({paths}).")
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
     known = [*model.variables, *metrics, *optimizers.all_variables]
-    check_variables(tried.reads if own_step else tried.assigns, known, "train_step uses", "model.name")
+    check_variables(tried.reads if own_step else tried.assigns, known, "train_step uses")
     if not own_step and tried.shape_of_losses is not None:
         _check_is_reduced(model, tried.shape_of_losses)
     if own_step and config.jit_compile:

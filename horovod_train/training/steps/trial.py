@@ -319,7 +319,7 @@ def _check_draws(nodes: Sequence[Any], method: str, where: str) -> None:
         )
 
 
-def check_variables(variables: Iterable[tf.Variable], known: Sequence[Any], does: str, where: str) -> None:
+def check_variables(variables: Iterable[tf.Variable], known: Sequence[Any], does: str) -> None:
     """Raise UserError for a variable of a step that neither checkpoints nor the other ranks would have.
 
     does: of the variables, for the message, as "train_step uses".
@@ -328,7 +328,7 @@ def check_variables(variables: Iterable[tf.Variable], known: Sequence[Any], does
     foreign = sorted(variable.name for variable in variables if variable.ref() not in names)
     if foreign:
         raise UserError(
-            f"{where}: {does} variables that are not the model's: {', '.join(foreign[:3])}. Make them with "
+            f"model.name: {does} variables that are not the model's: {', '.join(foreign[:3])}. Make them with "
             "add_weight, or keep the optimizer, layer or keras.random.SeedGenerator that has them as an attribute of "
             "the model; keras.random without seed= draws from a generator of Keras' own."
         )

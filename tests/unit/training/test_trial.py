@@ -53,7 +53,7 @@ def check(what: Any) -> Tried:
     tried = try_step(model, "train_step", SPEC, lambda records: records, "data.train")
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
     known = [*model.variables, *model.optimizer.variables, *metrics]
-    check_variables(tried.assigns, known, "train_step changes", "model.name")
+    check_variables(tried.assigns, known, "train_step changes")
     return tried
 
 
