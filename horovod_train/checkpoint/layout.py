@@ -240,8 +240,8 @@ def read_manifest(folder: Path) -> Checkpoint:
 
     Raises as `verify` does.
     """
-    content = _read(folder)
     with _failures_are_damage():
+        content = _read(folder)
         if content["format"] > FORMAT:
             raise UserError(
                 f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
@@ -303,8 +303,6 @@ def _read(folder: Path) -> dict[str, Any]:
         is_unchanged = packed == pack(content)
     except FileNotFoundError as error:
         raise Damaged(f"{MANIFEST} is missing") from error
-    except OSError as error:
-        _raise_damage(error)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
     # Check this first, before the format is read: manifests of every format are packed like this.
@@ -322,20 +320,15 @@ def _check_names(files: Mapping[str, Any]) -> None:
             raise Damaged(f"{MANIFEST}: names {name!r}, which is not a file of this folder")
 
 
-def _raise_damage(error: OSError) -> NoReturn:
-    """Raise Damaged if the error means lost content, else the error."""
-    if error.errno in _DAMAGE:
-        raise Damaged(reason(error)) from error
-    raise error
-
-
 @contextmanager
 def _failures_are_damage() -> Iterator[None]:
     """Raise Damaged where reading a checkpoint fails, or its manifest has other entries than this format."""
     try:
         yield
     except OSError as error:
-        _raise_damage(error)
+        if error.errno not in _DAMAGE:
+            raise
+        raise Damaged(reason(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
 
