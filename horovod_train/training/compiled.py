@@ -236,7 +236,11 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
     arguments, chosen = _with_config(config, model, arguments, own)
     optimizer = model.optimizer if model.compiled else None
     if has_own_optimizers:
-        _refuse_settings(config, holds)
+        why = (
+            "has no effect, because the model trains by its own train_step, with optimizers that it keeps itself: "
+            f"{', '.join(holds) or 'none'}. Leave it out."
+        )
+        refuse_given(config, _OF_THE_OPTIMIZER, why)
     elif horizon is not None:
         optimizer = _prepare_optimizer(config, model, horizon, is_compiled=takes["optimizer"])
     changes = any(arguments[name] is not given.get(name) for name in arguments)
@@ -354,15 +358,6 @@ def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Opti
             "compiled with a schedule."
         )
     return dataclasses.replace(schedule, base_lr=float(rate))
-
-
-def _refuse_settings(config: Config, holds: Mapping[str, Any]) -> None:
-    """Raise UserError for settings of an optimizer where the model keeps its own."""
-    why = (
-        "has no effect, because the model trains by its own train_step, with optimizers that it keeps itself: "
-        f"{', '.join(holds) or 'none'}. Leave it out."
-    )
-    refuse_given(config, _OF_THE_OPTIMIZER, why)
 
 
 def build_metrics(specs: Sequence[Spec]) -> Any:

@@ -445,7 +445,9 @@ def _finish(run: Run, reason: StopReason, *, is_told: bool) -> int:
             run.output.write_summary(summary)
     why = "" if reason == DONE else f" ({reason.text})"
     saved = "; saved" if summary["steps"] else ""
-    again = f"{saved}; to resume, {_how_to_resume(run.config, reason)}" if reason.restartable else ""
+    remove = f"remove {run.config.output_dir}/{STOP_FILE} and " if reason.text == STOP_FILE_REASON else ""
+    option = " with --resume auto" if run.config.checkpoint.resume == "never" else ""
+    again = f"{saved}; to resume, {remove}start it again{option}" if reason.restartable else ""
     log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     timeout_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
     run.output.finish_trackers("stopped" if reason.restartable else "done", timeout_s=timeout_s)
@@ -456,12 +458,6 @@ def _finish(run: Run, reason: StopReason, *, is_told: bool) -> int:
         exit_code = STOPPED if reason.text == STOP_FILE_REASON else START_AGAIN
     run.run_end.close("stopped" if exit_code else "done", exit_code)
     return exit_code
-
-
-def _how_to_resume(config: Config, reason: StopReason) -> str:
-    """Return what the user must do, and change in the command, so that the next start resumes."""
-    remove = f"remove {config.output_dir}/{STOP_FILE} and " if reason.text == STOP_FILE_REASON else ""
-    return f"{remove}start it again{' with --resume auto' if config.checkpoint.resume == 'never' else ''}"
 
 
 def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
