@@ -22,9 +22,8 @@ import yaml
 
 from horovod_train.data.files import has_records
 from horovod_train.data.prepare.images import class_names, list_images
-from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.random_access import FILES
-from horovod_train.data.random_access.arrow import ArrowFile, ParquetFile
+from horovod_train.data.random_access.csv_table import CSVTable
 from horovod_train.data.random_access.source import OpenStore
 from horovod_train.data.random_access.store import Request, read_block
 from horovod_train.data.schema import DATASET_NAME, load_schema
@@ -286,11 +285,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
 
 
 def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], str]:
-    opener = FILES.get(f"*{Path(arguments.path).suffix}")
-    if opener is not None and opener in (ParquetFile, ArrowFile):
-        table = _load_columns(opener, arguments.path)
-    else:
-        table = dict(load_table(arguments.path))
+    table = _load_columns(FILES.get(f"*{Path(arguments.path).suffix.lower()}", CSVTable), arguments.path)
     target = arguments.target or list(table)[-1]
     if target not in table:
         raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
@@ -309,7 +304,7 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
 
 
 def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
-    """Return the columns of a Parquet, Arrow or Feather file, as load_table returns those of csv. Raises UserError."""
+    """Return the columns of a table, of numbers and of texts. Raises UserError for one that has others, or gaps."""
     store = opener(path, Request(setting="init"))
     ends = store.blocks.first_record.tolist()
     blocks = [read_block(store, first, last) for first, last in itertools.pairwise(ends)]
