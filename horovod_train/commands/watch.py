@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import BinaryIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -79,9 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.once:
             screen.print(draw(follower.look()))
         elif screen.is_terminal:
-            _redraw(follower, screen, arguments.every)
+            with Live(console=screen, auto_refresh=False) as live:
+                for look in follower.looks(arguments.every):
+                    live.update(draw(look), refresh=True)
         else:
-            _append(follower, screen, arguments.every)
+            before = None
+            for look in follower.looks(arguments.every):
+                for line in news(before, look):
+                    screen.print(line, markup=False)
+                before = look
     except KeyboardInterrupt:  # how one stops looking
         return 0
     if not follower.last.is_over:
@@ -89,27 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     explanation = explain(Path(arguments.run_dir), watch_s=0.0)
     screen.print(*explanation.lines(), sep="\n", markup=False)
     return 0 if explanation.state == "finished" else 1
-
-
-def _redraw(follower: Follower, screen: Console, every_s: float) -> None:
-    with Live(console=screen, auto_refresh=False) as live:
-        while True:
-            live.update(draw(follower.look()), refresh=True)
-            if follower.last.is_over:
-                return
-            time.sleep(every_s)
-
-
-def _append(follower: Follower, screen: Console, every_s: float) -> None:
-    before = None
-    while True:
-        now = follower.look()
-        for line in news(before, now):
-            screen.print(line, markup=False)
-        if now.is_over:
-            return
-        before = now
-        time.sleep(every_s)
 
 
 @dataclass(frozen=True)
@@ -210,6 +195,13 @@ class Follower:
 
     def __post_init__(self) -> None:
         require_run(self.run_dir)
+
+    def looks(self, every_s: float) -> Iterator[Look]:
+        """Look until the run is over."""
+        while not self.look().is_over:
+            yield self.last
+            time.sleep(every_s)
+        yield self.last
 
     def look(self) -> Look:
         silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
