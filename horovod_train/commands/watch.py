@@ -106,7 +106,7 @@ class RankNow:
     doing: str = "start"
     step: int | None = None
     """The last that its log names."""
-    trouble: str | None = None
+    trouble: str = ""
     ended: str | None = None
 
 
@@ -374,15 +374,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
     """Yield lines about ranks, those that do the same in one, and whether it is trouble."""
-    groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, now in look.ranks.items():
-        trouble = "" if now.ended or now.trouble is None else _first_line(now.trouble)
         step = "" if now.step is None else f", step {now.step} or later"
-        groups[now.ended or f"{now.doing}{step}", trouble, bool(trouble)].append(rank)
-    in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][2])
-    for (does, trouble, is_trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
+        groups[now.ended or f"{now.doing}{step}", "" if now.ended else now.trouble].append(rank)
+    in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][1])
+    for (does, trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
         hosts = _hosts(look.ranks, ranks)
-        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
+        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), bool(trouble)
     if len(groups) > _MOST_GROUPS:
         yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
 
@@ -400,7 +399,7 @@ def news(before: Look | None, now: Look) -> Iterator[str]:
     for rank, state in now.ranks.items():
         old = before.ranks.get(rank) if before else None
         if state.trouble and (old is None or old.trouble != state.trouble):
-            yield f"rank {rank} ({state.about.host}): {_first_line(state.trouble)}"
+            yield f"rank {rank} ({state.about.host}): {state.trouble}"
         if state.ended and (old is None or not old.ended):
             yield f"rank {rank} ({state.about.host}): {state.ended}"
     if now.silent_s and not (before and before.silent_s):
@@ -434,10 +433,6 @@ def _visible_values(row: Row) -> dict[str, float | None]:
 
 def _value(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def _clock(seconds: float) -> str:
