@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from rich.filesize import decimal
 from rich.markup import escape
 
 from horovod_train.checkpoint.layout import (
@@ -427,7 +428,7 @@ def _lines(facts: Json) -> list[tuple[str, str]]:
     for split, records in facts["records"].items():
         if records:
             where = f"from {records['source']}" if records["source"] else f"in {files_or_folder(records['files'])}"
-            summary = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
+            summary = f"{records['records']:,} records {where}, {decimal(records['bytes'])}"
             if records["fold"]:
                 summary += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
             if records["eval_fraction"]:
@@ -484,11 +485,11 @@ def _size_lines(facts: Json) -> list[tuple[str, str]]:
     clock = f" and one every {saved['every_minutes']:g} minutes" if saved["every_minutes"] is not None else ""
     size = f"; size {saved['source']}"
     if saved["bytes_each"] is not None:
-        size = f", {_bytes(saved['bytes_each'])} each, at most {_bytes(saved['bytes_at_most'])} on the disk"
+        size = f", {decimal(saved['bytes_each'])} each, at most {decimal(saved['bytes_at_most'])} on the disk"
     lines = [("checkpoints", f"{saved['count']:,}{clock}, {saved['kept']} kept{size}")]
     if memory["parameters"] is not None:
-        parts = ", ".join(f"{name} {_bytes(value)}" for name, value in memory["bytes"].items() if value)
-        total = _bytes(sum(memory["bytes"].values()))
+        parts = ", ".join(f"{name} {decimal(value)}" for name, value in memory["bytes"].items() if value)
+        total = decimal(sum(memory["bytes"].values()))
         lines += [
             ("parameters", f"{memory['parameters']:,}, of which {memory['trainable_parameters']:,} are trained"),
             ("memory per rank", f"{total} and activations: {parts}"),
@@ -505,13 +506,6 @@ def _time_line(time: Json) -> str:
     if time["jobs"] <= 1:
         return f"{line}; fits into {_clock(time['walltime_s'])}, {time['seconds'] / time['walltime_s']:.0%} of it"
     return f"{line}; takes {time['jobs']} jobs of {_clock(time['walltime_s'])}, each resuming where the last stopped"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
 
 
 def _clock(seconds: float) -> str:

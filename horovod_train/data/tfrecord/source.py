@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from rich.filesize import decimal
 
 from horovod_train import tfrecord_framing
 from horovod_train.config.paths import is_remote
@@ -192,7 +193,8 @@ class StagedFiles:
     def _log_room_needed(self, files: int, total: int) -> None:
         place = self._stage_dir or tempfile.gettempdir()
         free, each = shutil.disk_usage(place).free, "once for all ranks of a node" if self._folder else "on each rank"
-        text = f"{files} packed files take up to {_gb(total)} in {place} once unpacked, {each}; {_gb(free)} are free"
+        text = f"{files} packed files take up to {decimal(total)} in {place} once unpacked, {each}"
+        text += f"; {decimal(free)} are free"
         if free < total:
             log.warning(f"{text}. Make room, or choose a larger disk: data.stage_dir.")
         else:
@@ -325,7 +327,7 @@ class UnpackedFiles:
             position += len(piece)
 
     def _write(self, file: ScannedFile, piece: bytes, position: int) -> None:
-        total = _gb(sum(self._sizes.values()))
+        total = decimal(sum(self._sizes.values()))
         needed = f" All packed files together need {total} on each rank; data.stage_dir needs it once for all."
         write_unpacked(file.path, self._descriptor, piece, position, needed)
 
@@ -334,7 +336,3 @@ class UnpackedFiles:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - for as long as this lives
             return self._file.fileno()
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.filesize import decimal
 
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import split_records
@@ -167,7 +168,7 @@ def test_without_any_room_the_line_says_how_much_is_needed(
     monkeypatch.setattr("tempfile.tempdir", str(full_disk))
     reader = Reader(TFRecords(index))
     (room,) = said
-    needed = f"{index.blocks.total_bytes / 1e9:.3g} GB"
+    needed = decimal(index.blocks.total_bytes)
     assert room.startswith(f"warning: 3 packed files take up to {needed} in {full_disk} once unpacked, on each rank")
     with pytest.raises(UserError, match=r"cannot be unpacked into .*: No space left on device\. All packed files toge"):
         reader.read(np.arange(index.blocks.num_records))
