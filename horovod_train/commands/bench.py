@@ -426,8 +426,7 @@ class _Run(NamedTuple):
 
 def _config_of_one_rank(config: Config, ranks: int) -> Config:
     """Return the config of one of so many runs, which has the batch and the threads of one of so many ranks."""
-    batch = resolve(config, ranks).data.global_batch_size
-    assert batch is not None
+    batch = resolve(config, ranks).data.global_batch(ranks)
     data = dataclasses.replace(config.data, global_batch_size=-(-batch // ranks), batch_size_per_rank=None)
     threads = config.device.intra_op_threads or max(1, usable_cores() // ranks)
     return dataclasses.replace(config, data=data, device=dataclasses.replace(config.device, intra_op_threads=threads))

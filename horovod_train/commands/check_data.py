@@ -286,7 +286,7 @@ def _number(value: float | None) -> str:
 def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
     data = config.data
     records = open_records(data, "train")
-    batch = data.global_batch_size or (data.batch_size_per_rank or _ROWS_PER_RANK) * size
+    batch = data.global_batch(size) or _ROWS_PER_RANK * size
     plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)
     where = ", ".join(data.paths("train"))
     console.print(

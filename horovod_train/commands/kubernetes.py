@@ -133,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"--slots must be --gpus-per-node / device.per_rank, {gpus // per_rank}; received {slots}. Leave it out."
         )
-    config = resolve(config, slots * arguments.nodes)
+    ranks = slots * arguments.nodes
+    batch = resolve(config, ranks).data.global_batch(ranks)
     texts = {f"{number}-{_key(file)}": _read(file) for number, file in enumerate(files) if os.path.exists(file)}
     if sum(map(len, texts.values())) > MAX_CONFIG_BYTES:
         raise UserError(f"--config: a ConfigMap takes at most {MAX_CONFIG_BYTES} bytes; these files have more.")
@@ -158,13 +159,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _check_output_dir(output_dir, job)
     kind, manifests = ("MPIJob", mpi_job(job)) if arguments.mpijob else ("Job", indexed_job(job))
-    print(f"# {slots * job.nodes} ranks of horovod_train on {job.nodes} pod(s); kubectl apply -f THIS_FILE")
+    print(f"# {ranks} ranks of horovod_train on {job.nodes} pod(s); kubectl apply -f THIS_FILE")
     print(f"# To stop it, after a checkpoint: kubectl delete {kind.lower()} {job.name}. Applied again, it resumes.")
     print(yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120), end="")
-    batch = config.data.global_batch_size or 0
     device = f"{per_rank} GPU(s)" if gpus else "CPUs"
-    to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {job.nodes * slots}, each with {device}")
-    to_stderr(f"batch: {batch} records over all ranks, {batch / (job.nodes * slots):g} on each")
+    to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {ranks}, each with {device}")
+    to_stderr(f"batch: {batch} records over all ranks, {batch / ranks:g} on each")
     to_stderr(f"stop: a pod has {job.save_within_s} s to save when it must end")
     if not arguments.mpijob:
         to_stderr("secret: in the manifest, by which the ranks know each other; do not publish it")

@@ -240,8 +240,7 @@ def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outloo
     if config.data.eval:
         eval_records = open_records(with_inputs_of(config.data, records), "eval")
         eval_records = beside_training(eval_records, records, config.data)
-    batch = config.data.global_batch_size
-    assert batch is not None
+    batch = config.data.global_batch(ranks)
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
     check_room_to_shuffle(plan, records, config.data, ranks)
     horizon = build_horizon(config.train, batch, plan.steps_per_epoch)

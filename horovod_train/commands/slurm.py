@@ -161,8 +161,8 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
 
 
 def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
-    ranks, batch = job.nodes * job.tasks_per_node, config.data.global_batch_size
-    assert batch is not None
+    ranks = job.nodes * job.tasks_per_node
+    batch = config.data.global_batch(ranks)
     options = job.options()
     printed = options["output"].replace("%x", options["job-name"]).replace("%j", "JOB").replace("%A", "JOB")
     gpus = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
