@@ -114,16 +114,14 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
             group = start(chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=environment)
     except AlreadySaid:
         return [fail("start", "another rank could not start; it says why", "")], False
-    except RunError as error:
+    except Exception as error:  # libraries may raise anything here
+        rank = launcher.detect().rank
         # Usually the same on all ranks: root reports it, and its end ends the others before they report.
-        time.sleep(0.0 if launcher.detect().rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
-        return [fail("start", str(error), "")], True
-    except Exception as error:
-        # Libraries may raise anything here; doctor reports it as a result, on the rank where it is so.
-        rank, text = launcher.detect().rank, one_line(error)[:300]
         time.sleep(0.0 if rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
-        where = f"on rank {rank} ({socket.gethostname()})"
-        return [fail("start", f"Horovod does not start {where}: {text}", "See docs/install.md.")], True
+        if isinstance(error, RunError):
+            return [fail("start", str(error), "")], True
+        text = f"Horovod does not start on rank {rank} ({socket.gethostname()}): {one_line(error)[:300]}"
+        return [fail("start", text, "See docs/install.md.")], True
     from horovod_train.commands.doctor_checks import run_checks  # after Horovod has started
 
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
