@@ -201,14 +201,13 @@ class Storage:
     def list_remote(self, folder: str) -> dict[str, bool]:
         """Return by name whether an entry of a remote folder is a folder."""
         entries = self._request(folder, lambda system, place: system.ls(place, detail=True))
-        folder_path = open_file_system(folder).path.rstrip("/")
         by_path = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in entries}
-        by_path.pop(folder_path, None)  # some stores list an object for the folder
+        by_path.pop(open_file_system(folder)[1].rstrip("/"), None)  # some stores list an object for the folder
         return {path.rpartition("/")[2]: is_folder for path, is_folder in by_path.items()}
 
     def files_below(self, folder: str) -> list[str]:
         """Return the paths of all files of a store in a folder and below it, from the folder on, by one listing."""
-        start = open_file_system(folder).path.rstrip("/") + "/"
+        start = open_file_system(folder)[1].rstrip("/") + "/"
         paths = map(str, self._request(folder, lambda system, place: system.find(place)))
         return [path.removeprefix(start) for path in paths if path.startswith(start)]
 
@@ -266,15 +265,15 @@ class Storage:
         """Return the answer of a remote file system: (file system, path in it) → answer."""
 
         def once() -> Any:
-            system = open_file_system(url)
+            system, place = open_file_system(url)
             try:
-                answer = request(system.system, system.path)
+                answer = request(system, place)
             except PermissionError:
-                if not self._has_new_credentials(url, system.system):
+                if not self._has_new_credentials(url, system):
                     raise
-                system = open_file_system(url)
-                answer = request(system.system, system.path)
-            self._served[type(system.system)] = system.system
+                system, place = open_file_system(url)
+                answer = request(system, place)
+            self._served[type(system)] = system
             return answer
 
         return self._retries.call(url, once)
@@ -287,10 +286,10 @@ class Storage:
         if url.partition("://")[0] not in _FETCH:
             return False
         with self._renewing:
-            if self._served.get(type(system)) is system and open_file_system(url).system is system:
+            if self._served.get(type(system)) is system and open_file_system(url)[0] is system:
                 type(system).clear_instance_cache()
                 log.info(f"{url}: access is refused; reading the credentials anew", extra=ANY_RANK)
-            return open_file_system(url).system is not system
+            return open_file_system(url)[0] is not system
 
 
 def _mode(path: str) -> int:
@@ -376,31 +375,20 @@ _PINNED_BY = {"s3": "ETag", "gs": "generation"}
 """What a driver calls the version of a file that a request may ask for."""
 
 
-class FileSystem(NamedTuple):
-    """The file system of a URL."""
-
-    system: Any
-    """The object of fsspec."""
-    path: str
-    """The URL's path in it."""
-    prefix: str
-    """What comes before the path."""
-
-
-def open_file_system(url: str) -> FileSystem:
-    """Find the file system of a URL. fsspec keeps one for each server and process, so this is quick."""
+def open_file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, which it keeps for each server and process, and the URL's path in it."""
     scheme = url.partition("://")[0]
     _DRIVERS[scheme](url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
         # A cached listing would hide that files have changed.
         options = _s3_options(fsspec) if scheme == "s3" else {}
-        system, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
+        system, place = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
     except (RunError, MemoryError):
         raise
     except Exception as error:  # a driver may raise anything, such as for a profile that does not exist
         raise unreadable(error)(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
-    return FileSystem(system, path, url.rstrip("/").removesuffix(path))
+    return system, place
 
 
 def _s3_options(fsspec: Any) -> dict[str, Any]:
