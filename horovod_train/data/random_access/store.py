@@ -347,25 +347,14 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     if any(value.ndim == 0 or len(value) > feature.max_length for value in lists):
         return None
     # Each list is converted alone: joined first, numbers among texts would be texts, and integers among floats floats.
-    items = _join([_items(feature, value) for value in lists])
+    empty = np.zeros((0, *feature.shape), object if feature.stored_dtype == "string" else feature.stored_dtype)
+    items = _join([_convert_alike(feature, value) if len(value) else empty for value in lists])
     if items is None:
         return None
     padding = b"" if feature.stored_dtype == "string" else feature.padding
     rows = np.full((len(lists), *feature.tensor_shape), padding, items.dtype)
     rows[_is_item(feature.max_length, lists)] = items
     return rows
-
-
-def _items(feature: Feature, values: np.ndarray) -> np.ndarray | None:
-    """Return one list as the schema has it; None if it does not fit."""
-    stored = feature.stored_dtype
-    if not len(values):
-        return np.zeros((0, *feature.shape), object if stored == "string" else stored)
-    if values.shape[1:] != feature.shape:
-        return None
-    if stored == "string":
-        return _as_bytes(values)
-    return _as_dtype(values, stored)
 
 
 def _join(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
