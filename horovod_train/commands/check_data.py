@@ -13,7 +13,9 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -129,11 +131,11 @@ class FeatureSummary:
 
     dtype: str
     shape: tuple[int, ...]
-    low: float | None = None
-    high: float | None = None
+    low: float = math.inf
+    high: float = -math.inf
     total: float = 0.0
     values: int = 0
-    histogram: dict[int, int] | None = None
+    histogram: Counter[int] | None = None
     """How often each value occurs, for a scalar integer with few different values."""
 
     def add(self, values: np.ndarray) -> None:
@@ -143,20 +145,18 @@ class FeatureSummary:
             values = values[np.isfinite(values)]
         if not values.size:
             return
-        low, high = float(values.min()), float(values.max())
-        self.low = low if self.low is None else min(self.low, low)
-        self.high = high if self.high is None else max(self.high, high)
+        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
         self.total += float(values.sum(dtype=np.float64))
         self.values += values.size
         if self.histogram is not None:
-            for value, count in zip(*(part.tolist() for part in np.unique(values, return_counts=True)), strict=True):
-                self.histogram[value] = self.histogram.get(value, 0) + count
+            different, counts = np.unique(values, return_counts=True)
+            self.histogram.update(dict(zip(different.tolist(), counts.tolist(), strict=True)))
             if len(self.histogram) > _MAX_CLASSES:
                 self.histogram = None
 
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.values if self.values else None
+    def figures(self) -> list[float]:
+        """Return the least, the most and the mean; none without values."""
+        return [self.low, self.high, self.total / self.values] if self.values else []
 
 
 @dataclass
@@ -210,7 +210,7 @@ def _read_all(records: Records, config: DataConfig, report: Report) -> None:
     parser = build_parser(records.source, features, config)
     for name, dtype in parser.dtypes.items():
         is_counted = dtype.startswith(("int", "uint")) and parser.shapes[name] == ()
-        report.features[name] = FeatureSummary(dtype, parser.shapes[name], histogram={} if is_counted else None)
+        report.features[name] = FeatureSummary(dtype, parser.shapes[name], histogram=Counter() if is_counted else None)
     digests = np.zeros(records.num_records, np.uint64)
     with ThreadPoolExecutor(usable_cores()) as threads:
         for numbers, data, arrays, bad in parse_all(records.source, reader, parser, f"checking {report.where}"):
@@ -260,7 +260,7 @@ def _show_report(console: Console, report: Report) -> None:
         markup=False,
     )
     rows = [
-        (name, f.dtype, str(list(f.shape)), *(_number(value) for value in (f.low, f.high, f.mean)))
+        (name, f.dtype, str(list(f.shape)), *([f"{value:.6g}" for value in f.figures()] or [""] * 3))
         for name, f in report.features.items()
     ]
     titles = ("feature", "stored as", "shape", "least", "most", "mean")
@@ -274,10 +274,6 @@ def _show_report(console: Console, report: Report) -> None:
     for note in report.notes:
         console.print(f"note: {note}", markup=False)
     console.print()
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
 
 
 # --- what each rank would read ----------------------------------------------------------------------------------
