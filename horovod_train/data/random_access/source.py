@@ -123,9 +123,8 @@ def open_described(
     labels = labels_of(config)
     config = config if needs_labels else without_labels(config)
     storage = Storage(config.retry_s)
-    folders = (*config.paths("train"), *config.paths("eval")) if needs_labels else ()
-    names, images = names_in_config(config), images_in_config(config)
-    request = Request(names, images, texts_in_config(config), class_names_in_config(config), setting, storage, folders)
+    entries = (*config.paths("train"), *config.paths("eval")) if needs_labels else ()
+    request = _request(config, setting, storage, entries)
     stores = map_paths(lambda path: open_store(path, request), paths)
     nonempty = [store for store in stores if store.blocks.num_records]
     if not nonempty:
@@ -163,22 +162,18 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
     raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure
 
 
-def names_in_config(config: DataConfig) -> tuple[str, ...]:
-    """Return the features that the config names; () if it leaves the choice to the records."""
-    names = (*config.inputs, *labels_of(config), *config.features)
-    return tuple(dict.fromkeys(names)) if config.inputs else ()
-
-
-def images_in_config(config: DataConfig) -> frozenset[str]:
-    """Return the features that the config declares as image files."""
-    features = config.features.items()
-    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
-
-
-def texts_in_config(config: DataConfig) -> frozenset[str]:
-    """Return the features that the config declares as text."""
-    types = {name: of.get("type") if isinstance(of, Mapping) else of for name, of in config.features.items()}
-    return frozenset(name for name, stored in types.items() if stored == "bytes")
+def _request(config: DataConfig, setting: str, storage: Storage, entries: tuple[str, ...]) -> Request:
+    """Return what the config asks of each record."""
+    features = {name: of if isinstance(of, Mapping) else {"type": of} for name, of in config.features.items()}
+    return Request(
+        tuple(dict.fromkeys((*config.inputs, *labels_of(config), *features))) if config.inputs else (),
+        images=frozenset(name for name, of in features.items() if of.get("decode") == "image"),
+        texts=frozenset(name for name, of in features.items() if of.get("type") == "bytes"),
+        class_names=class_names_in_config(config),
+        setting=setting,
+        storage=storage,
+        entries=entries,
+    )
 
 
 def class_names_in_config(config: DataConfig) -> dict[str, Sequence[str]]:
