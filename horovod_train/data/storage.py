@@ -381,20 +381,17 @@ def open_file_system(url: str) -> tuple[Any, str]:
     _DRIVERS[scheme](url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
+        options: dict[str, Any] = {}
+        if scheme == "s3":  # the user's settings take precedence
+            of_user = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+            options = {"config_kwargs": _BOTOCORE_OPTIONS | of_user}
         # A cached listing would hide that files have changed.
-        options = _s3_options(fsspec) if scheme == "s3" else {}
         system, place = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
     except (RunError, MemoryError):
         raise
     except Exception as error:  # a driver may raise anything, such as for a profile that does not exist
         raise unreadable(error)(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
     return system, place
-
-
-def _s3_options(fsspec: Any) -> dict[str, Any]:
-    """Return the options to open s3fs with. The user's settings take precedence."""
-    user_options = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": _BOTOCORE_OPTIONS | user_options}
 
 
 class Retries:

@@ -101,13 +101,11 @@ class UsersStore:
         return max(sizes)
 
     def _read_singly(self, first: int, last: int) -> Arrays:
-        rows = [self._read_one(record) for record in range(first, last)]
+        records = (self._check_features(self._records[record]) for record in range(first, last))
+        rows = [{name: _own(value) for name, value in features.items()} for features in records]
         if any(row.keys() != rows[0].keys() for row in rows):
             raise ValueError("records have other features than their neighbours")  # they are then read one by one
         return {name: stack([row[name] for row in rows]) for name in rows[0]}
-
-    def _read_one(self, record: int) -> dict[str, Any]:
-        return {name: _own(value) for name, value in self._check_features(self._records[record]).items()}
 
     def _read_many(self, first: int, last: int) -> Arrays:
         features = self._check_features(self._records.read(np.arange(first, last)))
