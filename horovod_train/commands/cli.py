@@ -413,16 +413,13 @@ def place_digits(config: Config, origins: Origins) -> tuple[Config, Path | None]
     """
     from horovod_train.data.schema import DATASET_NAME
 
-    data, origin = config.data, f"no {_DIGITS} here"
-    splits = [split for split in ("train", "eval") if getattr(data, split) == (f"{_DIGITS}/{split}",)]
+    splits = [split for split in ("train", "eval") if getattr(config.data, split) == (f"{_DIGITS}/{split}",)]
     if not splits or os.path.isfile(os.path.join(_DIGITS, DATASET_NAME)):
         return config, None
     folder = needed_cache() / "digits"
-    if "train" in splits:
-        data, origins["data.train"] = dataclasses.replace(data, train=(f"{folder}/train",)), origin
-    if "eval" in splits:
-        data, origins["data.eval"] = dataclasses.replace(data, eval=(f"{folder}/eval",)), origin
-    return dataclasses.replace(config, data=data), folder
+    origins.update((f"data.{split}", f"no {_DIGITS} here") for split in splits)
+    placed: dict[str, Any] = {split: (f"{folder}/{split}",) for split in splits}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **placed)), folder
 
 
 def prepare_digits(folder: Path) -> None:
