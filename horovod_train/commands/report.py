@@ -523,8 +523,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _start(start: Start) -> list[str]:
-    other_seconds = start.end - start.begin - sum(start.seconds_in(name) for name in ("train", "evaluate", "save"))
-    spent = [start.seconds_in("train"), start.seconds_in("evaluate"), start.seconds_in("save"), other_seconds]
+    spent = [start.seconds_in(name) for name in ("train", "evaluate", "save")]
+    spent.append(start.end - start.begin - sum(spent))
     steps = f"{start.from_step} to {start.last_step}"
     began = start.began_at.isoformat(sep=" ", timespec="seconds")
     return [began, str(start.ranks), start.host, start.launcher, steps, *(f"{s:.1f}" for s in spent), start.ended]
