@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,17 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     output_dir = output_dir or require_output_dir(config)
     require_resume(config)
     of_site = merge_site_options(arguments, site_file())
-    job = _choose(arguments, output_dir, config.device.per_rank)
-    if job.array and "%a" not in output_dir:
+    job = choose(arguments, output_dir, config.device.per_rank)
+    if arguments.array and "%a" not in output_dir:
         raise UserError(
-            f"--array {job.array}: all tasks would be one run, in {output_dir}; each task needs its own: "
+            f"--array {arguments.array}: all tasks would be one run, in {output_dir}; each task needs its own: "
             "--output-dir runs/NAME-%a."
         )
     config = resolve(config, job.nodes * job.tasks_per_node)
     head = [
         f"{job.nodes * job.tasks_per_node} ranks of horovod_train on {job.nodes} host(s); submit it with sbatch.",
         "SLURM tells it to save before its time is over, and it requeues itself until the run is done.",
-        *(["Its tasks, each a run of its own, have their number in place of %a."] if job.array else []),
+        *(["Its tasks, each a run of its own, have their number in place of %a."] if arguments.array else []),
         *([f"From {site_file()}: {', '.join(of_site)}"] if of_site else []),
     ]
     # Use an environment by its absolute path, so that the script can be submitted from any folder.
@@ -118,7 +118,8 @@ def _as_first_task(options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(options), **replaced})
 
 
-def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
+def choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
+    """Return what these options, with those of the site, ask for. Raises UserError."""
     if options.time is None:
         raise UserError("slurm: --time [D-]HH:MM:SS is required: how long the job may take.")
     if options.gpus_per_node and gpus_in(options.gres):
@@ -140,38 +141,50 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
     container = list(options.container or [])
     if options.image:
         container = ["apptainer", "exec", *["--nv"] * bool(gpus), options.image]
+    nodes, notice_s = options.nodes or 1, max(60, min(NOTICE_S, int(parse_clock(options.time) or 0) // 10))
+    of_sbatch = {
+        "job-name": re.sub(r"[^\w.-]", "_", Path(output_dir).name.replace("%a", "").strip("-_.")) or "horovod_train",
+        "nodes": nodes,
+        "ntasks-per-node": tasks,
+        "gpus-per-node": options.gpus_per_node or None,
+        "gres": options.gres,
+        "cpus-per-task": options.cpus_per_task or (CPUS_PER_GPU * per_rank if gpus else 1),
+        "mem": options.mem,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "array": options.array,
+        "output": "slurm-%x-%A_%a.out" if options.array else "slurm-%x-%j.out",
+        "open-mode": "append",
+        "export": "NONE",
+        "signal": f"B:USR1@{notice_s}",
+        "requeue": "",
+        **dict(option.removeprefix("--").partition("=")[::2] for option in options.sbatch),
+    }
     return Job(
-        name=re.sub(r"[^\w.-]", "_", Path(output_dir).name.replace("%a", "").strip("-_.")) or "horovod_train",
-        nodes=options.nodes or 1,
-        tasks_per_node=tasks,
-        cpus_per_task=options.cpus_per_task or (CPUS_PER_GPU * per_rank if gpus else 1),
-        time=options.time,
-        notice_s=max(60, min(NOTICE_S, int(parse_clock(options.time) or 0) // 10)),
-        gpus_per_node=options.gpus_per_node or None,
-        gres=options.gres,
-        mem=options.mem,
-        partition=options.partition,
-        account=options.account,
-        array=options.array,
-        sbatch=options.sbatch or (),
-        launch=options.launch or "srun",
-        run=[*container, "python"],
-        modules=options.modules or (),
+        nodes,
+        tasks,
+        gpus,
+        notice_s,
+        {name: str(value) for name, value in of_sbatch.items() if value is not None},
+        options.launch or "srun",
+        [*container, "python"],
+        options.modules or (),
     )
 
 
 def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
     ranks = job.nodes * job.tasks_per_node
     batch = config.data.global_batch(ranks)
-    options = job.options()
+    options = job.options
     printed = options["output"].replace("%x", options["job-name"]).replace("%j", "JOB").replace("%A", "JOB")
     gpus = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
-    device = gpus if job.gpus_per_node or gpus_in(job.gres) else f"{job.cpus_per_task} CPU(s)"
+    device = gpus if job.gpus else f"{options['cpus-per-task']} CPU(s)"
     return [
         f"ranks: {job.nodes} host(s) × {job.tasks_per_node} = {ranks}, each with {device}",
         f"batch: {batch} records over all ranks, {batch / ranks:g} on each",
         f"start: {job.launch}" + (" (neither ssh nor MPI)" if job.launch == "srun" else ""),
-        f"time: {job.time}; asked to save {job.notice_s} s before, then requeued",
+        f"time: {options['time']}; asked to save {job.notice_s} s before, then requeued",
         f"output: {output_dir}; what ranks print: {printed}"
         + ", in the folder where sbatch is called" * (not os.path.isabs(printed)),
     ]
@@ -183,7 +196,8 @@ def _defaults(options: argparse.Namespace, job: Job, of_site: list[str]) -> list
     if options.image and not Path(options.image).is_file():
         lines.append(f"image: {options.image} is not on this host; it must be on those of the job")
     if options.cpus_per_task is None:
-        lines.append(f"cpus-per-task: {job.cpus_per_task}, not asked for; hosts with more to spare: --cpus-per-task")
+        cpus = job.options["cpus-per-task"]
+        lines.append(f"cpus-per-task: {cpus}, not asked for; hosts with more to spare: --cpus-per-task")
     return lines
 
 
@@ -191,55 +205,18 @@ def _defaults(options: argparse.Namespace, job: Job, of_site: list[str]) -> list
 class Job:
     """What is requested from SLURM, and how the ranks are started."""
 
-    name: str
     nodes: int
     tasks_per_node: int
-    cpus_per_task: int
-    time: str
+    gpus: int
+    """Of a host."""
     notice_s: int
     """Seconds before the end of the job at which it is told to save."""
-
-    gpus_per_node: int | None = None
-    """None: no GPUs, or those of `gres`."""
-
-    gres: str | None = None
-    mem: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    array: str | None = None
-    """The numbers of the tasks of a job array; None: a single job."""
-
-    sbatch: Sequence[str] = ()
-    """Further options of sbatch: --NAME or --NAME=VALUE."""
-
-    launch: str = "srun"
-    run: Sequence[str] = ("python",)
+    options: Mapping[str, str]
+    """Of sbatch, by name; "" for one without a value."""
+    launch: str
+    run: Sequence[str]
     """The interpreter, or a container's command line that ends with it."""
-
-    modules: Sequence[str] = ()
-
-    def options(self) -> dict[str, str]:
-        """Return the options of sbatch by name; "" for one without a value."""
-        options = {
-            "job-name": self.name,
-            "nodes": self.nodes,
-            "ntasks-per-node": self.tasks_per_node,
-            "gpus-per-node": self.gpus_per_node,
-            "gres": self.gres,
-            "cpus-per-task": self.cpus_per_task,
-            "mem": self.mem,
-            "time": self.time,
-            "partition": self.partition,
-            "account": self.account,
-            "array": self.array,
-            "output": "slurm-%x-%A_%a.out" if self.array else "slurm-%x-%j.out",
-            "open-mode": "append",
-            "export": "NONE",
-            "signal": f"B:USR1@{self.notice_s}",
-            "requeue": "",
-        }
-        further = dict(option.removeprefix("--").partition("=")[::2] for option in self.sbatch)
-        return {name: str(value) for name, value in (options | further).items() if value is not None}
+    modules: Sequence[str]
 
 
 def render(job: Job, *, head: Sequence[str], arguments: Sequence[str] | None, folder: str | None, venv: str) -> str:
@@ -253,7 +230,7 @@ def render(job: Job, *, head: Sequence[str], arguments: Sequence[str] | None, fo
         "command -v module > /dev/null || source /etc/profile",
         f"module load {shlex.join(job.modules)} || exit 2",
     ]
-    options = [f"#SBATCH --{name}" + f"={quote(value)}" * bool(value) for name, value in job.options().items()]
+    options = [f"#SBATCH --{name}" + f"={quote(value)}" * bool(value) for name, value in job.options.items()]
     filled = {
         "# @HEAD@\n": "".join(f"{f'# {line}'.rstrip()}\n" for line in head),
         "#SBATCH @OPTIONS@\n": "".join(f"{option}\n" for option in options),

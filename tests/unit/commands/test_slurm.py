@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.commands.slurm import TEMPLATE, Job, render
+from horovod_train.commands.cli import Parser
+from horovod_train.commands.slurm import TEMPLATE, add_arguments, choose, merge_site_options, render
 from horovod_train.main import main
 
 PROJECT = Path(__file__).parents[3]
@@ -40,7 +41,12 @@ def renewed() -> str:
     """The shipped script, for any config, with its own first comment."""
     _, *lines = SHIPPED.read_text().splitlines()
     head = [line[2:] for line in itertools.takewhile(lambda line: not line.startswith("#SBATCH"), lines)]
-    job = Job(name="train", nodes=1, tasks_per_node=4, cpus_per_task=4, time="04:00:00", notice_s=300)
+    parser = Parser()
+    add_arguments(parser)
+    words = ["--config", "", "--tasks-per-node", "4", "--cpus-per-task", "4", "--time", "04:00:00"]
+    arguments = parser.parse_args(words)
+    merge_site_options(arguments, Path("there is none"))
+    job = choose(arguments, "train", per_rank=1)
     return render(job, head=head, arguments=None, folder=None, venv=".venv")
 
 
