@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -458,11 +457,8 @@ def _read(run: _Run) -> Measured:
         raise RunError("bench: a run was too short to measure. Give more --steps.")
     with_shares = [row for row in counted if "input_share" in row]
     shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in with_shares) for phase in SHARES if with_shares}
-    compiled = next(
-        datetime.fromisoformat(entry.time).timestamp()
-        for entry in read_stories(run.run_dir)[0].find("phase")
-        if entry.text.startswith("train")
-    )
+    phases = read_stories(run.run_dir)[0].find("phase")
+    compiled = next(entry.time.timestamp() for entry in phases if entry.text.startswith("train"))
     rate = statistics.harmonic_mean([row["examples_per_s"] for row in counted])
     return Measured(rate, shares, compiled - run.began)
 

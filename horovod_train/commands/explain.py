@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import operator
 import re
 import shlex
 import socket
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,7 @@ from horovod_train.output.rank_log import (
     read_phase,
     read_starts_of_root,
     read_stories,
+    stamp,
 )
 from horovod_train.shown_text import error_line
 
@@ -100,7 +102,7 @@ class Outcome(NamedTuple):
     state: State
     what: str
     rank: int | None = None
-    time: str | None = None
+    time: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -199,12 +201,12 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         slow = slow[:-1]  # the beginning of this stall
     return Explanation(
         run_dir=str(run_dir),
-        **outcome._asdict(),
+        **outcome._asdict() | {"time": outcome.time and stamp(outcome.time)},
         followed=followed,
         silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
         slow=slow[-3:],
         earlier=_earlier(outcome, stories, summary),
-        launched=[f"{line.time} {line.kind} {line.text}" for line in launched[-LAUNCH_LINES:]],
+        launched=[f"{stamp(line.time)} {line.kind} {line.text}" for line in launched[-LAUNCH_LINES:]],
         last_step=last_step,
         checkpoint=checkpoint,
         damaged=damaged,
@@ -223,7 +225,7 @@ def read_launched(run_dir: Path) -> list[Entry]:
 
 
 def _starts_of(launched: Sequence[Entry]) -> list[datetime]:
-    return [datetime.fromisoformat(entry.time) for entry in launched if entry.text.startswith("start ")]
+    return [entry.time for entry in launched if entry.text.startswith("start ")]
 
 
 def _not_refused(launched: Sequence[Entry]) -> list[Entry]:
@@ -245,10 +247,8 @@ def _without_logs(
     begun = _starts_of(launched)
     if not begun or not launched[-1].text.startswith("stopped: "):
         return None
-    ended = datetime.fromisoformat(launched[-1].time)
     for story in stories.values():
-        first, last = (datetime.fromisoformat(story.entries[at].time) for at in (0, -1))
-        if first >= begun[-1] or last > ended or _is_alive(story):
+        if story.began >= begun[-1] or story.entries[-1].time > launched[-1].time or _is_alive(story):
             return None
     if find_holder():
         return None
@@ -265,7 +265,7 @@ def starts_again(launched: Sequence[Entry], last_start: datetime | None) -> bool
     counted = _not_refused(launched)
     if not counted or counted[-1].text.startswith(("stopped: ", "done, ")):
         return False
-    said = datetime.fromisoformat(counted[-1].time)
+    said = counted[-1].time
     if last_start is not None and said <= last_start:
         return False
     pause = _PAUSE.search(counted[-1].text)
@@ -276,7 +276,7 @@ def starts_again(launched: Sequence[Entry], last_start: datetime | None) -> bool
 def _started_again(launched: Sequence[Entry], stories: Mapping[int, RankStory]) -> Outcome | None:
     """Return that launch is starting the ranks, if it is: what the logs tell is of an earlier start."""
     root = stories.get(0)
-    if not starts_again(launched, datetime.fromisoformat(root.entries[0].time) if root else None):
+    if not starts_again(launched, root.began if root else None):
         return None
     return Outcome("running", f"still running: launch starts it{' again' if stories else ''}: {launched[-1].text}")
 
@@ -318,7 +318,7 @@ def _judge(
     ends = {rank: story.end for rank, story in stories.items() if story.end}
     went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
     if went_wrong:
-        return min(went_wrong, key=lambda outcome: datetime.fromisoformat(outcome.time or ""))
+        return min(went_wrong, key=operator.attrgetter("time"))
     reason = summary.get("ended", "done")
     is_finished = bool(summary) and summary.get("finished", reason == "done")
     steps = summary.get("steps", "?")
@@ -338,7 +338,7 @@ def _judge(
         return finished if is_finished else Outcome("stopped", f"stopped after {steps} steps: {reason}")
     if not stories:
         return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
-    last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
+    last = max((story.entries[-1] for story in stories.values()), key=lambda entry: entry.time)
     sign = " ".join(filter(None, [last.kind, last.text.partition("\n")[0]]))
     what = f"all ranks were killed together, from outside; last line in the logs: {sign}"
     return Outcome("disappeared", what, None, last.time)
@@ -353,16 +353,12 @@ def _on_one_clock(stories: Mapping[int, RankStory]) -> Mapping[int, RankStory]:
         return stories
     root, aligned = stories[0], dict(stories)
     for rank, story in stories.items():
-        ahead = datetime.fromisoformat(story.entries[0].time) - datetime.fromisoformat(root.entries[0].time)
+        ahead = story.began - root.began
         if story.host != root.host and abs(ahead.total_seconds()) > MOST_CLOCKS_DIFFER_S:
-            entries = tuple(dataclasses.replace(entry, time=_earlier_by(ahead, entry.time)) for entry in story.entries)
-            end = story.end and {**story.end, "time": _earlier_by(ahead, str(story.end["time"]))}
+            entries = tuple(dataclasses.replace(entry, time=entry.time - ahead) for entry in story.entries)
+            end = story.end and {**story.end, "time": story.end["time"] - ahead}
             aligned[rank] = dataclasses.replace(story, entries=entries, end=end)
     return aligned
-
-
-def _earlier_by(ahead: timedelta, moment: str) -> str:
-    return (datetime.fromisoformat(moment) - ahead).isoformat(timespec="milliseconds")
 
 
 def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
@@ -392,7 +388,7 @@ def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
         # The most common text, because a rank that was frozen and then continues reports the others instead.
         text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
         suspect = re.match(r"rank (\d{1,9}) ", text)
-        first = min((str(end["time"]) for end in stalled), key=datetime.fromisoformat)
+        first = min(end["time"] for end in stalled)
         yield Outcome("stalled", f"stalled: {text}", int(suspect[1]) if suspect else None, first)
 
 
@@ -425,8 +421,7 @@ def _has_trained(story: RankStory) -> bool:
 
 def _is_alive(story: RankStory) -> bool:
     """Return whether its process is on this host: the same process, not a later one with its number."""
-    began = datetime.fromisoformat(story.entries[0].time)
-    return story.host == socket.gethostname() and has_run_since(story.pid, began.timestamp())
+    return story.host == socket.gethostname() and has_run_since(story.pid, story.began.timestamp())
 
 
 def _find_running(run_dir: Path, watch_s: float) -> str | None:
@@ -523,8 +518,8 @@ def _next(
 def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
     """Return whether launch has started the last start's ranks, or tried to later: after the start before that."""
     begun = _starts_of(launched)
-    starts = [datetime.fromisoformat(story.entries[0].time) for story in read_starts_of_root(run_dir)]
-    return bool(begun and starts) and all(before < begun[-1] for before in starts[:-1])
+    starts = read_starts_of_root(run_dir)
+    return bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
 
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:

@@ -32,7 +32,7 @@ from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 from horovod_train.output.files import Artifact, begins, each_line, read_json
 from horovod_train.output.metrics import Row, metrics_in
-from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root
+from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root, stamp
 from horovod_train.output.tensorboard import Costs, find_profiles, read_profiles
 from horovod_train.shown_text import printable, without_secrets
 
@@ -164,14 +164,12 @@ def _is_read(info: str) -> bool:
 
 
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
-    first = datetime.fromisoformat(stories[0].entries[0].time) if stories else None
     for story in stories:
-        entry_times = [datetime.fromisoformat(entry.time) for entry in story.entries]
-        times = [(time - (first or time)).total_seconds() for time in entry_times]
+        times = [(entry.time - stories[0].began).total_seconds() for entry in story.entries]
         infos = [entry.text for entry in story.find("info")]
         resumed = [_RESUMED.match(text) for text in infos]
         yield Start(
-            began_at=entry_times[0],
+            began_at=story.began,
             ranks=story.size,
             host=story.host,
             launcher=story.launcher,
@@ -182,7 +180,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             phases=tuple(_phases(story, times)),
             code=next((code[1] for code in map(_CODE.match, infos) if code), ""),
             ended=next((entry.text for entry in story.find("end")), "its log ends without a word"),
-            remarks=tuple(f"{entry.time} {entry.text}" for entry in story.entries if entry.kind in _REMARKED),
+            remarks=tuple(f"{stamp(entry.time)} {entry.text}" for entry in story.entries if entry.kind in _REMARKED),
         )
 
 

@@ -242,7 +242,7 @@ class Follower:
                 continue
             now = self._ranks.get(rank)
             if entry.kind == "start" and (about := read_introduction(entry.text)):
-                self._ranks[rank] = RankNow(about, datetime.fromisoformat(entry.time))
+                self._ranks[rank] = RankNow(about, entry.time)
             elif now and (last_step := _LAST_STEP.search(entry.text)) and entry.kind == "info":
                 self._last_step = int(last_step[1])
             elif now:
@@ -283,7 +283,7 @@ class Follower:
         """Return whether launch, which has started the ranks, has yet to say what follows their end."""
         if root.about.launcher != "launch" or (root.ended or "").startswith("done"):
             return False
-        has_said = any(datetime.fromisoformat(entry.time) > root.began for entry in launched)
+        has_said = any(entry.time > root.began for entry in launched)
         return not has_said and self._unwritten_s() <= LAUNCH_SAYS_WITHIN_S
 
 

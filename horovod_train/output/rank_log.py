@@ -174,14 +174,18 @@ def end_file(folder: Path, rank: int) -> Path:
 
 
 def now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+    return stamp(datetime.now().astimezone())
+
+
+def stamp(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a rank's log, with its continuation lines. time: in the format of datetime.fromisoformat."""
+    """A line of a rank's log, with its continuation lines."""
 
-    time: str
+    time: datetime
     kind: str
     text: str
 
@@ -199,11 +203,16 @@ class Introduction:
 
 @dataclass(frozen=True)
 class RankStory(Introduction):
-    """end: the content of `rank-N.end.json`, see RankLog.end; of its line in the log if only that could be written, as
-    on a full disk; None without either. entries: those of the kind info only where they were wanted, and the last."""
+    """end: the content of `rank-N.end.json`, see RankLog.end, with its time as datetime; of its line in the log if only
+    that could be written, as on a full disk; None without either. entries: those of the kind info only where they were
+    wanted, and the last."""
 
     entries: tuple[Entry, ...]
     end: Mapping[str, Any] | None
+
+    @property
+    def began(self) -> datetime:
+        return self.entries[0].time
 
     def find(self, kind: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -221,7 +230,7 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
     if not stories:
         return {}
     # An earlier start may have had more ranks; without rank 0's log the newest one tells.
-    newest = max(stories.values(), key=lambda story: datetime.fromisoformat(story.entries[0].time))
+    newest = max(stories.values(), key=lambda story: story.began)
     size = stories.get(0, newest).size
     return {rank: stories[rank] for rank in sorted(stories) if rank < size}
 
@@ -288,8 +297,9 @@ def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
     """Return the end that the process of a story has written, if it has."""
     try:
         end = parse_json(read_whole(end_file(folder, story.rank)))
-        is_complete = _is_time(end["time"]) and isinstance(end["ended"], str) and isinstance(end["exit_code"], int)
-        is_complete &= isinstance(end.get("step"), int | None)
+        end["time"] = _read_time(end["time"])
+        is_complete = end["time"] and isinstance(end["ended"], str) and isinstance(end["exit_code"], int)
+        is_complete = is_complete and isinstance(end.get("step"), int | None)
         return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -297,15 +307,16 @@ def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
 
 def read_line(line: str) -> Entry | None:
     """Return the entry that begins in a line of a log; None for a line that continues one."""
-    time, kind, text = (*line.split(" ", 2), "", "")[:3]
-    return Entry(time, kind, text) if _is_time(time) else None
+    word, kind, text = (*line.split(" ", 2), "", "")[:3]
+    time = _read_time(word)
+    return Entry(time, kind, text) if time else None
 
 
-def _is_time(text: str) -> bool:
+def _read_time(text: str) -> datetime | None:
     try:
-        return bool(_TIME.fullmatch(text) and datetime.fromisoformat(text))
+        return datetime.fromisoformat(text) if _TIME.fullmatch(text) else None
     except ValueError:  # such as a month 19
-        return False
+        return None
 
 
 def read_introduction(text: str) -> Introduction | None:
