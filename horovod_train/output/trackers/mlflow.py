@@ -68,7 +68,7 @@ class MlflowTracker:
             for name, value in values.items()
         ]
         for begin in range(0, len(metrics), _MOST_METRICS):
-            self._ask("log_batch", metrics=metrics[begin : begin + _MOST_METRICS])
+            self._log_batch(metrics=metrics[begin : begin + _MOST_METRICS])
 
     def finish(self, ended: Ended, files: Sequence[Path]) -> None:
         for file in files:
@@ -109,14 +109,14 @@ class MlflowTracker:
             if key in known and known[key] != value[:_LONGEST_PARAM]
         ]
         for begin in range(0, len(new), _MOST_PARAMS):
-            self._ask("log_batch", params=new[begin : begin + _MOST_PARAMS])
+            self._log_batch(params=new[begin : begin + _MOST_PARAMS])
         if changed:
-            self._ask("log_batch", tags=changed)
+            self._log_batch(tags=changed)
 
-    def _ask(self, method: str, **content: Any) -> None:
-        """Call the client. Raises ValueError for what the server refuses."""
+    def _log_batch(self, **content: Any) -> None:
+        """Raises ValueError for what the server refuses."""
         try:
-            getattr(self._client, method)(self._run_id, **content)
+            self._client.log_batch(self._run_id, **content)
         except self._mlflow.exceptions.MlflowException as error:
             if error.error_code == "INVALID_PARAMETER_VALUE":
                 raise ValueError(str(error)) from error
