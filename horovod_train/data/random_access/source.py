@@ -305,25 +305,25 @@ def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storag
 
     entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.
     """
-    by_folder: dict[str, list[str]] = {}
-    for path in entries:
-        by_folder.setdefault(_locate(path, entries[path])[0], []).append(path)
+    by_folder: dict[str, dict[str, str]] = {}
+    for path, files in entries.items():
+        folder, name = _locate(path, files)
+        by_folder.setdefault(folder, {})[name] = path
     digests: dict[str, str] = {}
     for folder, paths in by_folder.items():
         places = paths_beside(folder, NAME, index_dir)
-        stamps = {path: _stamp(path, entries[path]) for path in paths}
-        for place in places:
-            saved = _load(place)
-            for path, stamp in stamps.items():
-                entry = saved.get(_locate(path, entries[path])[1])
-                if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
-                    digests[path] = entry["digest"]
-        missing = [path for path in paths if path not in digests]
+        stamps = {name: _stamp(path, entries[path]) for name, path in paths.items()}
+        for saved in map(_load, places):
+            for name, path in paths.items():
+                entry = saved.get(name)
+                digest = entry.get("digest") if isinstance(entry, dict) and entry.get("stamp") == stamps[name] else None
+                if isinstance(digest, str):
+                    digests[path] = digest
+        missing = {name: path for name, path in paths.items() if path not in digests}
         if missing:
-            digests |= _read_all({path: entries[path] for path in missing}, storage)
-            entries_to_save = {path: {"stamp": stamps[path], "digest": digests[path]} for path in missing}
-            entry_by_name = {_locate(path, entries[path])[1]: entry for path, entry in entries_to_save.items()}
-            save_to_first(places, partial(_save, entry_by_name))
+            digests |= _read_all({path: entries[path] for path in missing.values()}, storage)
+            found = {name: {"stamp": stamps[name], "digest": digests[path]} for name, path in missing.items()}
+            save_to_first(places, partial(_save, found))
     return digests
 
 
