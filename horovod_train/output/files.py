@@ -336,17 +336,11 @@ class Appender:
         self._cut_at = None
 
 
-def lines_in(content: bytes) -> list[str]:
-    """Return the lines that Lines has appended; a kill may have cut the last one short.
+def each_line(path: Path) -> Iterator[str]:
+    """Yield the lines that Lines has appended; a kill may have cut the last one short. Raises OSError.
 
     Only \\n ends a line. str.splitlines knows ten more ends, which text may hold.
     """
-    lines = content.decode("utf-8", errors="replace").split("\n")
-    return lines if lines[-1] else lines[:-1]
-
-
-def each_line(path: Path) -> Iterator[str]:
-    """Yield the lines of a file as lines_in returns them, without having all of them in memory. Raises OSError."""
     with open_regular(path) as file:
         for line in file:
             yield line.removesuffix(b"\n").decode("utf-8", errors="replace")
@@ -361,14 +355,14 @@ def is_cut_short(path: Path) -> bool:
 
 
 class Lines(Appender):
-    """An Appender of lines of text; lines_in reads them."""
+    """An Appender of lines of text; each_line reads them."""
 
     def append(self, line: str) -> None:
         self.add(f"{line}\n".encode())
 
     def read(self) -> list[str]:
         """Return the lines in the file. Raises OSError."""
-        return lines_in(self.path.read_bytes()) if self.path.exists() else []
+        return list(each_line(self.path)) if self.path.exists() else []
 
     def keep(self, is_kept: Callable[[str], bool], artifact: Artifact) -> None:
         """Remove the lines that are not kept, from a file that matches `artifact`. Raises OSError."""

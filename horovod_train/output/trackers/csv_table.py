@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from horovod_train.output.files import Artifact, Lines, begins, check, lines_in, remove_drafts, write_atomically
+from horovod_train.output.files import Artifact, Lines, begins, check, is_cut_short, remove_drafts, write_atomically
 from horovod_train.output.trackers.sender import Ended, Row
 
 _FIRST_COLUMNS = ("step", "epoch")
@@ -59,8 +59,8 @@ class _Table:
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
         check(self._lines.path, _TABLE)
-        content = self._lines.path.read_bytes()
-        rows = list(csv.reader(lines_in(content[: content.rfind(b"\n") + 1])))
+        lines = self._lines.read()
+        rows = list(csv.reader(lines[:-1] if is_cut_short(self._lines.path) else lines))
         self._columns = rows[0] if rows else [*_FIRST_COLUMNS]
         kept_rows = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
         self.last_step = int(kept_rows[-1][0]) if kept_rows else -1
