@@ -219,9 +219,8 @@ def _parse_override(text: str) -> _Located:
 
 def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str) -> None:
     for key, (value, where) in tree.items():
-        path = f"{prefix}{key}"
+        path, old = f"{prefix}{key}", values.get(key)
         if isinstance(value, _Located):
-            old = values.get(key)
             if isinstance(old, str) and value.keys() <= _keys_of_spec(path):
                 old = {"name": old}  # `optimizer: sgd` here, and its options there
             if not isinstance(old, dict) or _names_another(value, old):
@@ -232,7 +231,6 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
             values[key] = old
             _merge(values[key], origins, value, f"{path}.")
         else:
-            old = values.get(key)
             _forget(origins, path, old)
             values[key], origins[path] = value, where
             if isinstance(value, str) and isinstance(old, dict):
