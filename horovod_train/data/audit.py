@@ -59,8 +59,21 @@ class Start:
         return Position(self.epoch, self.step)
 
 
-class AuditLog:
-    """One rank's file of one start: which records it consumes."""
+class Audit:
+    """Which records one rank consumes. This one, without data.audit, writes nothing."""
+
+    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
+        """Record the ids int64 [steps, rows] that this rank consumed from a step on, as in Batch."""
+
+    def flush(self) -> None:
+        """Write all appended lines to disk, if the disk accepts them. Call it before saving a checkpoint."""
+
+    def close(self) -> None:
+        """Flush for the last time."""
+
+
+class AuditLog(Audit):
+    """One rank's file of one start."""
 
     def __init__(self, run_dir: str, start: Start) -> None:
         """Create the file. Raises UserError if that fails."""
@@ -80,32 +93,16 @@ class AuditLog:
         self.flush()
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
-        """Record the ids int64 [steps, rows] that this rank consumed from a step on, as in Batch."""
         self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
 
     def flush(self) -> None:
-        """Write all appended lines to disk, if the disk accepts them. Call it before saving a checkpoint."""
         self.lines.flush(sync=True)
 
     def close(self) -> None:
-        """Flush for the last time."""
         self.lines.close()
 
     def _write(self, line: dict[str, object]) -> None:
         self.lines.append(json.dumps(line, separators=(",", ":")))
-
-
-class NullAudit:
-    """Writes nothing: without data.audit."""
-
-    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Audit = AuditLog | NullAudit
 
 
 class DataSetAudit(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 from horovod_train.checkpoint.layout import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.settings import Config
-from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
+from horovod_train.data.audit import Audit, AuditLog, Start
 from horovod_train.data.batch_source import Batch, Batches, BatchSource
 from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
@@ -162,7 +162,7 @@ def _check_room(run: Run, first_step: int) -> None:
 def _open_audit(run: Run) -> Audit:
     train, directory = run.parts.train, run.config.output_dir
     if not run.config.data.audit or directory is None:
-        return NullAudit()
+        return Audit()
     start = Start(
         epoch=int(run.state.epoch),
         step=position(run.state, train),

@@ -22,7 +22,7 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, Facts, open_checkpoint,
 from horovod_train.checkpoint.manager import CheckpointStore, Store
 from horovod_train.checkpoint.tensors import read_arrays, write
 from horovod_train.config.settings import Config, Spec
-from horovod_train.data.audit import NullAudit
+from horovod_train.data.audit import Audit
 from horovod_train.data.model_inputs import ModelInputs
 from horovod_train.distributed.layer_contents import contents
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
@@ -177,7 +177,7 @@ def run_of(store: Store) -> Any:
 def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
     """Save four steps, in each of which every weight is the number of the step; each is due while one is written."""
     run, copies = run_of(store), CheckedCopies(store)
-    save = Save(run, 0, NullAudit(), copies, {})
+    save = Save(run, 0, Audit(), copies, {})
     for step in range(1, 5):
         for weight in run.state.model.weights:
             weight.assign(tf.fill(weight.shape, float(step)))
@@ -208,7 +208,7 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
     monkeypatch.setattr(manager, "write", failing)
     store = CheckpointStore(tmp_path / CHECKPOINTS, keep=9)
     run = run_of(store)
-    save = Save(run, 0, NullAudit(), Copies(), {})
+    save = Save(run, 0, Audit(), Copies(), {})
     save.at_end(run, 0)
     assert store.wait() is None
     assert steps_in(store.checkpoints.folder) == []  # nothing has been trained
@@ -235,7 +235,7 @@ def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
         run.parts.callbacks.restore(state, 0)
         for named in run.parts.callbacks.named:
             named.callback.set_model(run.state.model)
-        save = Save(run, 0, NullAudit(), Copies(), {})
+        save = Save(run, 0, Audit(), Copies(), {})
         for hook in build_callback_hooks(run, []):
             if hook.at_end == "done":
                 hook.function(run, 0)
@@ -266,7 +266,7 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: Path) -> None:
     run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     run.state.optimizer.by_path["optimizer"].learning_rate = 0.5
-    Save(run, 0, NullAudit(), Copies(), {})(run, 1)
+    Save(run, 0, Audit(), Copies(), {})(run, 1)
     assert run.store.wait() is None
     assert list(open_checkpoint(str(tmp_path), "test").facts.built_rates.values()) == [pytest.approx(0.01)]
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_tells_what_layers_hold_besides_weights(tmp_path: Path) -> 
     norm = run.state.model.layers[-1]
     norm.center = np.ones(3)
     held = contents(run.state.model)
-    save = Save(run, 0, NullAudit(), Copies(), held)
+    save = Save(run, 0, Audit(), Copies(), held)
     assert list(held) == [f"constant center of layer {norm.path}"]
     save(run, 1)
     assert run.store.wait() is None
@@ -339,7 +339,7 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
     run.output = RunOutput(tmp_path)
     run.output.append_metrics("train", 1, 0, {"loss": 1.0})
     run.state.step.assign(1)
-    Save(run, 0, NullAudit(), Copies(), {})(run, 1)
+    Save(run, 0, Audit(), Copies(), {})(run, 1)
     assert store.wait() is None
     assert synced[0] == ("metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size)
     assert len(synced) > 1
