@@ -61,7 +61,7 @@ class CheckResult:
     text: str
     do: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the line, in JSON types."""
+    """The figures behind the line, in types that JSON can hold."""
     rows: tuple[str, ...] = ()
     """Lines of a table to show below."""
 

@@ -160,7 +160,7 @@ def check_devices(group: WorkerGroup) -> CheckResult:
     rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus()), my_problem))
     for rank, (host, *_, problem) in enumerate(rows):
         if problem:
-            facts = {"gpus": [list(uuids) for _, uuids, *_ in rows]}
+            facts = {"gpus": [uuids for _, uuids, *_ in rows]}
             return fail("devices", f"rank {rank} ({host}): {problem}", TO_NAME_GPUS, facts)
     found = judge_devices([row[:4] for row in rows])
     alone = judge_sight([(host, uuids, driver_count) for host, uuids, _, _, driver_count, _ in rows])
@@ -180,7 +180,7 @@ def judge_sight(rows: Sequence[tuple[str, tuple[str, ...], int]]) -> CheckResult
             do = (
                 "Ask for the GPUs of a host, not of a task: srun --gpus-per-node=N --ntasks-per-node=N --gpu-bind=none."
             )
-            return warning("devices", text, do, {"gpus": [list(uuids) for _, uuids, _ in rows]})
+            return warning("devices", text, do, {"gpus": [uuids for _, uuids, _ in rows]})
     return None
 
 
@@ -189,7 +189,7 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
 
     That ranks do not share a GPU has been checked when the group started.
     """
-    facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
+    facts = {"gpus": [uuids for _, uuids, _, _ in rows]}
     for rank, (host, uuids, driver_count, visible) in enumerate(rows):
         if not uuids and driver_count and not visible:
             text = f"rank {rank} ({host}): TensorFlow sees none of the {driver_count} GPUs"
@@ -355,12 +355,7 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, tuple[str, int]], Seque
     chosen = sorted({(name, host) for host, _, names in rows for name in names})
     used = sorted({name for name, _ in chosen})
     text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
-    facts: dict[str, object] = {
-        "interfaces": {
-            host: {name: list(each) for name, each in interfaces.items()} for host, interfaces in hosts.items()
-        },
-        "used": used,
-    }
+    facts = {"interfaces": hosts, "used": used}
     for name in used:
         lacking = [host for chosen_name, host in chosen if chosen_name == name and name not in hosts[host]]
         if lacking:
@@ -377,9 +372,8 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, tuple[str, int]], Seque
 
 def list_interfaces() -> dict[str, tuple[str, int]]:
     """Return the IPv4 address of each interface of this host that is up and has one, and its Mbit/s; 0: not known."""
-    states = psutil.net_if_stats()
     # Drivers of virtual devices report 65535 or nothing.
-    speeds = {name: states[name].speed for name in states}
+    speeds = {name: state.speed for name, state in psutil.net_if_stats().items()}
     return {
         name: (address, speeds[name] if 0 < speeds.get(name, 0) < 65535 else 0)
         for name, address in interfaces().items()
