@@ -121,6 +121,14 @@ class Facts:
     """What the model computed with besides weights when that start began: digests of contents, options, code."""
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the model got of a record, as data.model_inputs packs it; {} of versions that did not keep it."""
+    evaluates_averages: bool = True
+    """Whether the run's evaluations saw the averages of weights that the arrays hold, if they hold any; True of
+    versions that did not keep it."""
+
+    @property
+    def results_in_averages(self) -> bool:
+        """Whether such averages are its result: `fit` ends with those of an optimizer, whatever its evaluations saw."""
+        return self.evaluates_averages or self.callbacks.get("ended_at") == self.step
 
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""

@@ -272,7 +272,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: the newest of the run; STEP: of the run, like 460; default %(default)s",
     )
     parser.add_argument(
-        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: moving averages if it kept any"
+        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: those the run evaluated"
     )
 
 

@@ -222,12 +222,12 @@ def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: EvalS
     """Return for the log what the averages of an optimizer are for."""
     if not averages.are_of_optimizer:
         return ""
-    evaluated = ""
-    if evaluation and callbacks.evaluate_averages:
-        evaluated = "SwapEMAWeights has them evaluated; "
-    elif evaluation:
+    if callbacks.evaluate_averages:
+        evaluated, taken = "SwapEMAWeights has them evaluated; ", "export, evaluate and predict take them"
+    else:
         evaluated = "evaluations see the trained weights, because SwapEMAWeights is not in callbacks; "
-    return f"kept by the optimizer (use_ema); {evaluated}export, evaluate and predict take them, as fit ends with them"
+        taken = "export and predict take them at the end, as fit ends with them"
+    return f"kept by the optimizer (use_ema); {evaluated if evaluation else ''}{taken}"
 
 
 def build_training(

@@ -128,5 +128,6 @@ def _facts(run: Run, held: Mapping[str, str]) -> Facts:
         eval_data=parts.eval.content if parts.eval else "",
         contents=held,
         inputs=parts.train.model_inputs.pack(),
+        evaluates_averages=not state.averages.are_of_optimizer or parts.callbacks.evaluate_averages,
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

@@ -46,6 +46,28 @@ def test_weights_or_their_averages_are_taken_by_the_same_model_alone(
         load_weights(stack(2), saved, weights)
 
 
+@pytest.mark.parametrize("ended_at", [-1, 5], ids=["under way", "ended"])
+def test_figures_are_of_the_weights_that_the_run_evaluated(tmp_path: Path, ended_at: int, said: list[str]) -> None:
+    """With use_ema alone; a result is what `fit` has: averages at its end, of which a line tells."""
+    arrays = {
+        f"{kind}/{weight.path}": np.full(weight.shape, value, np.float32)
+        for kind, value in (("model", 1), ("ema", 2))
+        for weight in stack(1).weights
+    }
+    facts = Facts(5, 1, 0, 1, {}, {}, callbacks={"ended_at": ended_at}, evaluates_averages=False)
+    write(tmp_path / "saved", arrays, facts)
+    found, model = verify(tmp_path / "saved"), stack(1)
+    assert load_weights(model, found, "auto", as_evaluated=True) == "trained"
+    assert all(np.all(array == 1) for array in model.get_weights())
+    assert load_weights(model, found, "ema", as_evaluated=True) == "ema"
+    assert said == []
+    result, value = ("ema", 2) if ended_at == 5 else ("trained", 1)
+    assert load_weights(model, found, "auto") == result
+    assert all(np.all(array == value) for array in model.get_weights())
+    assert len(said) == (ended_at == 5)
+    assert all("evaluations of the run saw the trained weights (--weights trained)" in line for line in said)
+
+
 def test_averages_of_a_part_are_taken_with_the_weights_of_the_rest(tmp_path: Path) -> None:
     """As an optimizer with use_ema saves them that trains a part of the model."""
     model = stack(3)
