@@ -10,6 +10,7 @@ colours that the page sets. Needs no TensorFlow.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import html
 import io
 import json
@@ -83,6 +84,7 @@ class Start:
     host: str
     launcher: str
     from_step: int
+    last_step: int
     trained: bool
     """Whether it came as far as training, before which it writes no metrics and removes none."""
     begin: float
@@ -95,10 +97,6 @@ class Start:
 
     def seconds_in(self, phase: str) -> float:
         return sum(each.end - each.begin for each in self.phases if each.name == phase)
-
-    @property
-    def last_step(self) -> int:
-        return max((phase.step for phase in self.phases if phase.step is not None), default=self.from_step)
 
 
 @dataclass(frozen=True)
@@ -127,6 +125,7 @@ def read_run(run_dir: Path) -> Run:
     try:
         starts = list(_starts(read_starts_of_root(run_dir, _is_read)))
         rows = list(_rows(run_dir / "metrics.jsonl", starts))
+        starts = list(_with_steps_of(rows, starts))
     except (OSError, ValueError) as error:
         raise UserError(f"{run_dir}: cannot be read: {error}.") from error
     by_name = dict(by_key(settings_of(run_dir)))
@@ -168,12 +167,14 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
         times = [(entry.time - stories[0].began).total_seconds() for entry in story.entries]
         infos = [entry.text for entry in story.find("info")]
         resumed = [_RESUMED.match(text) for text in infos]
+        from_step = max((int(step[1]) for step in resumed if step), default=0)
         yield Start(
             began_at=story.began,
             ranks=story.size,
             host=story.host,
             launcher=story.launcher,
-            from_step=max((int(step[1]) for step in resumed if step), default=0),
+            from_step=from_step,
+            last_step=max(from_step, story.last_step or 0),
             trained=any(text.startswith(_TRAINS) for text in infos),
             begin=times[0],
             end=times[-1],
@@ -182,6 +183,14 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             ended=next((entry.text for entry in story.find("end")), "its log ends without a word"),
             remarks=tuple(f"{stamp(entry.time)} {entry.text}" for entry in story.entries if entry.kind in _REMARKED),
         )
+
+
+def _with_steps_of(rows: Sequence[Row], starts: Sequence[Start]) -> Iterator[Start]:
+    """Yield the starts, of which the last that trained has come to the last row: a resume removes those after it."""
+    last = max((number for number, start in enumerate(starts) if start.trained), default=None)
+    reached = max((row.step for row in rows), default=0)
+    for number, start in enumerate(starts):
+        yield dataclasses.replace(start, last_step=max(start.last_step, reached)) if number == last else start
 
 
 def _phases(story: RankStory, times: Sequence[float]) -> Iterator[Phase]:

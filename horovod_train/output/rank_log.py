@@ -48,6 +48,8 @@ _ENDED = re.compile(r"(\w+), exit code (\d{1,9})")
 _OUR_CLASS = re.compile(r"^horovod_train\.errors\.\w+: ")
 """What Python's tracebacks begin the text of our errors with."""
 _PHASE = re.compile(r"(\w+)(?:.* after step (\d{1,18})\b)?")
+_METRICS = re.compile(r"\d+:\d\d:\d\d  .*?\bstep (\d{1,18})  ")
+"""What a line of metrics begins with in root's log."""
 
 
 class RankLog:
@@ -205,10 +207,18 @@ class Introduction:
 class RankStory(Introduction):
     """end: the content of `rank-N.end.json`, see RankLog.end, with its time as datetime; of its line in the log if only
     that could be written, as on a full disk; None without either. entries: those of the kind info only where they were
-    wanted, and the last."""
+    wanted, and the last. shown_step: that of the last line of metrics."""
 
     entries: tuple[Entry, ...]
     end: Mapping[str, Any] | None
+    shown_step: int | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that its log or its end names."""
+        phases = [read_phase(entry.text)[1] for entry in self.find("phase")]
+        steps = [*phases, self.shown_step, (self.end or {}).get("step")]
+        return max((step for step in steps if step is not None), default=None)
 
     @property
     def began(self) -> datetime:
@@ -245,8 +255,8 @@ def read_starts_of_root(run_dir: Path, is_wanted: Callable[[str], bool] = lambda
 
 
 def _read_starts(path: Path, is_wanted: Callable[[str], bool], *, is_last_only: bool = False) -> list[RankStory]:
-    starts: list[tuple[Introduction, list[Entry]]] = []
-    entries: list[Entry] = []
+    starts: list[tuple[Introduction, list[Entry], list[int]]] = []
+    entries, shown = list[Entry](), list[int]()
     try:
         for line in each_line(path):
             entry = read_line(line)
@@ -254,19 +264,24 @@ def _read_starts(path: Path, is_wanted: Callable[[str], bool], *, is_last_only: 
                 if entries:  # continues the line above
                     entries[-1] = replace(entries[-1], text=f"{entries[-1].text}\n{line}")
             elif entry.kind == "start":
-                entries = [entry]
+                entries, shown = [entry], []
                 if about := read_introduction(entry.text):
                     if is_last_only:
                         starts.clear()
-                    starts.append((about, entries))
+                    starts.append((about, entries, shown))
             elif entries:
                 # Lines of progress are most of a long log. The last entry of a start is kept: it tells when that ended.
                 if entries[-1].kind == "info" and not is_wanted(entries[-1].text):
                     entries.pop()
                 entries.append(entry)
+                if entry.kind == "info" and (metrics := _METRICS.match(entry.text)):
+                    shown[:] = [int(metrics[1])]
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    stories = [RankStory(**vars(about), entries=tuple(entries), end=None) for about, entries in starts]
+    stories = [
+        RankStory(**vars(about), entries=tuple(entries), end=None, shown_step=next(iter(shown), None))
+        for about, entries, shown in starts
+    ]
     if stories:
         stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]) or _end_in_log(stories[-1]))
     return stories

@@ -116,6 +116,38 @@ def test_a_run_is_read_start_by_start(tmp_path: Path) -> None:
     assert run.settings == {"seed": 1, "data.shuffle": True}
 
 
+KILLED = [
+    (50, "start", "rank 0 of 3, launcher srun, process 9 on node2; on CPU, 1 threads"),
+    (51, "info", "resumed from runs/a/checkpoints/step-000000060 at step 60"),
+    (51, "info", "ends at step 900"),
+    (52, "phase", "train after step 70"),
+    (53, "info", "0:00:03  train step 80  epoch 3  loss 0.5"),
+    (54, "info", "100:00:03  epoch 4  step 85  loss 0.5"),
+    (55, "info", "compiling the step again, which takes minutes for large models"),
+]
+FAILED = [
+    (56, "start", "rank 0 of 3, launcher srun, process 9 on node2; on CPU, 1 threads"),
+    (57, "info", "resumed from runs/a/checkpoints/step-000000060 at step 60"),
+    (57, "info", "ends at step 900"),
+    (58, "phase", "train after step 70"),
+    (59, "end", "failed, exit code 1"),
+]
+
+
+@pytest.mark.parametrize(("named", "expected"), [("nowhere", 70), ("in its end", 95), ("in its rows", 90)])
+def test_a_start_that_fails_or_is_killed_has_come_to_the_last_step_that_is_named(
+    tmp_path: Path, named: str, expected: int
+) -> None:
+    rows = [*ROWS, ROWS[-1] | {"step": 90}] if named == "in its rows" else ROWS
+    folder = run_dir(tmp_path / "a", rows, third=[*KILLED, *FAILED])
+    if named == "in its end":
+        end = {"rank": 0, "host": "node2", "pid": 9, "ended": "failed", "exit_code": 1, "time": TIME.format(59)}
+        (folder / "logs" / "rank-0.end.json").write_text(json.dumps(end | {"step": 95, "phase": "train"}))
+    run = read_run(folder)
+    assert [start.last_step for start in run.starts] == [40, 60, 85, expected]
+    assert run.explanation.last_step == expected
+
+
 def test_each_row_is_of_the_start_that_wrote_it(tmp_path: Path) -> None:
     run = read_run(run_dir(tmp_path / "a"))
     assert [row.seconds for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
