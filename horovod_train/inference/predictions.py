@@ -54,7 +54,7 @@ def _is_csv_of_outputs(path: Path) -> bool:
             rows = csv.reader(file)
             head, row = next(rows, []), next(rows, [])
         numbers = [value for column, value in zip(head, row, strict=False) if column not in (_FILE, _CLASS)]
-        all_are_numbers = len([float(value) for value in numbers]) == len(numbers)
+        all_are_numbers = len([complex(value) for value in numbers]) == len(numbers)
         return all_are_numbers and head[:1] == ["record"] and len(row) in (0, len(head))
     except (ValueError, csv.Error):
         return False
@@ -194,7 +194,7 @@ class PredictionsFile(Predictions):
             writer.writerow(["record", *columns, *self._described(record[:0])])
             row_bytes = sum(map(_row_bytes, self._arrays.values()))
             for some in _in_pieces(record, max(min(_ROWS, _BYTES // max(row_bytes, 1)), 1)):
-                flat = [array[some].reshape(len(some), -1) for array in self._arrays.values()]
+                flat = [_as_numbers(array[some]).reshape(len(some), -1) for array in self._arrays.values()]
                 described = self._described(some).values()
                 for row, number in enumerate(self._numbers(some).tolist()):
                     outputs = (str(value) for array in flat for value in array[row])
@@ -262,6 +262,8 @@ def _reserve(path: Path, size: int) -> None:
 
 def _has_scores(specs: Specs, names: RecordNames) -> bool:
     """Return whether the only output has a score for each class, or for the second of two."""
+    if any(np.issubdtype(dtype, np.complexfloating) for _, dtype in specs.values()):
+        return False  # they have no order
     shapes, classes = [shape for shape, _ in specs.values()], len(names.class_names)
     of_second = classes == 2 and names.are_logits is not None and shapes in ([()], [(1,)])
     return of_second or (classes > 0 and shapes == [(classes,)])
@@ -277,6 +279,11 @@ def _best(scores: np.ndarray, are_logits: bool | None) -> tuple[np.ndarray, np.n
         scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
     return chosen, None if are_logits is None else scores[np.arange(len(scores)), chosen]
+
+
+def _as_numbers(values: np.ndarray) -> np.ndarray:
+    """Return booleans as 0 and 1."""
+    return values.astype(np.uint8) if values.dtype == bool else values
 
 
 def _columns(name: str, array: np.ndarray) -> list[str]:

@@ -195,6 +195,28 @@ def test_predictions_are_replaced_by_new_ones(tmp_path: Path, name: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cells"), [("bool", ["0", "1"]), ("complex64", ["0j", "(1+0j)"]), ("int8", ["0", "1"])]
+)
+def test_outputs_of_every_kind_are_numbers_in_a_csv_and_replaced(tmp_path: Path, dtype: str, cells: list[str]) -> None:
+    path, names = tmp_path / "out.csv", RecordNames((), ("ant", "bee"))
+    for _ in range(2):
+        check_out("--out", str(path), PREDICTIONS)
+        with closing(PredictionsFile(path, {"output": ((2, 1), np.dtype(dtype))}, 1, names)) as file:
+            file.put(np.arange(1), {"output": np.array([[[0], [1]]]).astype(dtype)})
+            finish(file)
+    assert path.read_text().splitlines()[1] == ",".join(["0", *cells])
+
+
+def test_complex_scores_name_no_class(tmp_path: Path) -> None:
+    """They have no order."""
+    specs: Specs = {"output": ((2,), np.dtype("complex64"))}
+    with closing(PredictionsFile(tmp_path / "out.csv", specs, 1, RecordNames((), ("ant", "bee")))) as file:
+        file.put(np.arange(1), {"output": np.ones((1, 2), np.complex64)})
+        finish(file)
+    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "record,output[0],output[1]"
+
+
 ODDS = np.log([[0.7, 0.2, 0.1], [0.25, 0.25, 0.5]])
 SCORES = {
     "logits": (ODDS + 3, True, ["0.7", "0.5"]),
