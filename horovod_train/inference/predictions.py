@@ -9,6 +9,7 @@ import contextlib
 import csv
 import fcntl
 import glob
+import logging
 import math
 import os
 import zipfile
@@ -21,6 +22,8 @@ import numpy as np
 from horovod_train.errors import RunError, UserError
 from horovod_train.host import boot_id
 from horovod_train.output.files import Artifact, draft_of, remove, replace, zip_members
+
+log = logging.getLogger(__name__)
 
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Name of an output → shape and dtype of one row."""
@@ -103,6 +106,8 @@ class PredictionsFile(Predictions):
         self._path, self._records = path, num_records
         self._folder, self._arrays = draft_of(path), dict[str, np.ndarray]()
         self._locked: int | None = None
+        self._unnamed = 0
+        """Records without a class, because not all their scores are numbers."""
         try:
             _remove_left(path)
             self._folder.mkdir()
@@ -133,6 +138,8 @@ class PredictionsFile(Predictions):
         try:
             yield from (self._write_csv if self._path.suffix == ".csv" else self._write_npz)(draft)
             replace(draft, self._path, PREDICTIONS)
+            if self._unnamed:
+                log.warning(f"{self._path}: {self._unnamed} record(s) have NaN among their scores, and no class")
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror or error}.") from error
 
@@ -212,7 +219,9 @@ class PredictionsFile(Predictions):
         if self._has_scores:
             (scores,) = self._arrays.values()
             chosen, probability = _best(scores[record].astype(np.float64), self._names.are_logits)
-            described[_CLASS] = np.array([self._names.class_names[number] for number in chosen.tolist()], str)
+            self._unnamed += int((chosen < 0).sum())
+            names = ["" if number < 0 else self._names.class_names[number] for number in chosen.tolist()]
+            described[_CLASS] = np.array(names, str)
             if probability is not None:
                 described[_PROBABILITY] = probability.astype(np.float32)
         return {name: values for name, values in described.items() if name not in self._arrays}
@@ -270,15 +279,21 @@ def _has_scores(specs: Specs, names: RecordNames) -> bool:
 
 
 def _best(scores: np.ndarray, are_logits: bool | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the class with the largest score of each record, and its probability; None if scores tell none."""
+    """Return the class with the largest score of each record, and its probability; None if scores tell none.
+
+    A record with NaN among its scores has class -1 and probability NaN.
+    """
     if scores.ndim == 1 or scores.shape[1] == 1:  # of the second of two classes
         score = scores.reshape(len(scores))
         scores = np.stack([-score if are_logits else 1 - score, score], axis=1) / (2 if are_logits else 1)
+    has_nan = np.isnan(scores).any(axis=1)
     chosen = scores.argmax(axis=1)
     if are_logits:
-        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
-    return chosen, None if are_logits is None else scores[np.arange(len(scores)), chosen]
+    probability = np.where(has_nan, np.nan, scores[np.arange(len(scores)), chosen])
+    return np.where(has_nan, -1, chosen), None if are_logits is None else probability
 
 
 def _as_numbers(values: np.ndarray) -> np.ndarray:

@@ -246,6 +246,33 @@ def test_a_class_comes_with_its_probability_where_scores_tell_one(form: str, tmp
     assert ("probability" in arrays) == (expected is not None)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("are_logits", [True, False, None])
+@pytest.mark.parametrize("classes", [1, 2])
+def test_scores_with_nan_name_no_class(tmp_path: Path, classes: int, are_logits: bool | None, said: list[str]) -> None:
+    """Infinite ones do, and have a probability where that can be told."""
+    names = RecordNames((), ("no", "yes"), are_logits)
+    scores = np.array([[np.nan, 0.75], [0.25, np.nan], [0.0, 1.0], [0.0, np.inf]])[:, -classes:]
+    for suffix in ("csv", "npz"):
+        path = tmp_path / f"out.{suffix}"
+        for _ in range(2):
+            check_out("--out", str(path), PREDICTIONS)
+            said.clear()
+            with closing(PredictionsFile(path, {"output": ((classes,), np.dtype("float32"))}, 4, names)) as file:
+                file.put(np.arange(4), {"output": scores.astype(np.float32)})
+                finish(file)
+        has_class = classes == 2 or are_logits is not None
+        told = f"warning: {path}: {1 if classes == 1 else 2} record(s) have NaN among their scores, and no class"
+        assert said == ([told] if has_class else [])
+    with (tmp_path / "out.csv").open(newline="") as file_of_rows:
+        rows = list(csv.DictReader(file_of_rows))
+    if has_class:
+        expected = ["yes", "", "yes", "yes"] if classes == 1 else ["", "", "yes", "yes"]
+        assert [row["class"] for row in rows] == np.load(tmp_path / "out.npz")["class"].tolist() == expected
+        empty = [row["probability"] for row in rows if not row["class"] and are_logits is not None]
+        assert set(empty) <= {"nan"}
+
+
 @pytest.mark.parametrize(("are_logits", "scores"), [(True, [[2.0], [-2.0]]), (False, [[0.880797], [0.119203]])])
 def test_one_score_is_of_the_second_of_two_classes(are_logits: bool, scores: list[list[float]], tmp_path: Path) -> None:
     names = RecordNames((), ("no", "yes"), are_logits)
