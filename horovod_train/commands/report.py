@@ -32,7 +32,7 @@ from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 from horovod_train.output.files import Artifact, begins, each_line, read_json
-from horovod_train.output.metrics import Row, metrics_in
+from horovod_train.output.metrics import MOST_DRAWN, Row, metrics_in
 from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root, stamp
 from horovod_train.output.tensorboard import Costs, find_profiles, read_profiles
 from horovod_train.shown_text import printable, without_secrets
@@ -237,8 +237,6 @@ UNITS = {
     "learning_rate": "learning rate",
 }
 """Values that are no metrics of the model, with what their axis says."""
-_MOST_DRAWN = 1e100
-"""Between larger numbers matplotlib finds no ticks, because their difference is infinite."""
 _CURVES = 6
 _INK, _GRID = "#010101", "#020202"
 _VARIABLES = {_INK: "currentColor", _GRID: "var(--grid)"}
@@ -304,8 +302,8 @@ def _curves_of(runs: Sequence[Run], name: str, time_unit_s: float | None) -> Ite
             rows = [row for row in run.rows if row.split == split and name in row.values]
             times = [row.step if time_unit_s is None else row.seconds / time_unit_s for row in rows]
             values = [math.nan if (value := row.values[name]) is None else float(value) for row in rows]
-            values = [value if abs(value) < _MOST_DRAWN else math.nan for value in values]
-            points = [(x, y) for x, y in zip(times, values, strict=True) if abs(x) < _MOST_DRAWN]
+            values = [value if abs(value) < MOST_DRAWN else math.nan for value in values]
+            points = [(x, y) for x, y in zip(times, values, strict=True) if abs(x) < MOST_DRAWN]
             if points:
                 thinned = thin(points, MOST_POINTS)
                 yield Curve(index, split, [x for x, _ in thinned], [y for _, y in thinned])

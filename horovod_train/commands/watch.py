@@ -34,7 +34,7 @@ from horovod_train.errors import UserError
 from horovod_train.output.console import plain
 from horovod_train.output.files import open_regular
 from horovod_train.output.lease import STALE_S, read_lease
-from horovod_train.output.metrics import Row, metrics_in, objects_in
+from horovod_train.output.metrics import MOST_DRAWN, Row, metrics_in, objects_in
 from horovod_train.output.rank_log import (
     FOLDER,
     TROUBLE,
@@ -362,7 +362,8 @@ def _metrics(look: Look) -> Table:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the whole course of values as one line of bars, from the smallest to the largest."""
+    """Return the whole course of values as one line of bars, from the smallest to the largest, without huge ones."""
+    values = [value for value in values if abs(value) < MOST_DRAWN]
     if len(values) < 2:
         return ""
     cells = min(_CELLS, len(values))

@@ -27,6 +27,8 @@ from horovod_train.output.files import (
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
+MOST_DRAWN = 1e100
+"""Larger numbers are left out of curves: the difference of two may be infinite."""
 _MOST_BYTES = 1 << 24
 _FAMILIES = {
     "running": "1 while the run trains or has been killed, 0 when it has ended by itself",

@@ -321,6 +321,12 @@ def test_a_curve_goes_from_the_smallest_to_the_largest(values: list[float], line
     assert sparkline(values) == line
 
 
+def test_values_that_are_too_large_are_left_out_of_a_curve() -> None:
+    """The difference of such is infinite."""
+    assert sparkline([0.0, -1.7e308, 1.7e308, 7]) == "▁█"
+    assert sparkline([-1.7e308, 1.7e308]) == sparkline([1.7e308] * 100) == ""
+
+
 def test_a_long_curve_keeps_its_course() -> None:
     assert sparkline([float(n) for n in range(1000)]) == "".join(sorted(sparkline([float(n) for n in range(1000)])))
     assert len(sparkline([1.0, 2.0] * 500)) == 24
