@@ -60,7 +60,7 @@ class _Table:
         """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
         check(self._lines.path, _TABLE)
         lines = self._lines.read()
-        rows = list(csv.reader(lines[:-1] if is_cut_short(self._lines.path) else lines))
+        rows = _rows_in(lines[:-1] if is_cut_short(self._lines.path) else lines)
         self._columns = rows[0] if rows else [*_FIRST_COLUMNS]
         kept_rows = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
         self.last_step = int(kept_rows[-1][0]) if kept_rows else -1
@@ -77,7 +77,7 @@ class _Table:
 
     def _add_columns(self, names: Sequence[str]) -> None:
         self._lines.flush()
-        rows = list(csv.reader(self._lines.read()))[1:]
+        rows = _rows_in(self._lines.read())[1:]
         columns = self._columns
         self._columns = [*columns, *names]
         try:
@@ -91,7 +91,12 @@ class _Table:
         write_atomically(self._lines.path, text, _TABLE)
 
 
+def _rows_in(lines: Sequence[str]) -> list[list[str]]:
+    """Return the rows of a table. The name of a value may have line breaks, so that the first row has several lines."""
+    return list(csv.reader(f"{line}\n" for line in lines))
+
+
 def _line(cells: Sequence[str]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="").writerow(cells)
-    return text.getvalue()
+    csv.writer(text).writerow(cells)  # quotes what has a character of the end of a line, which is \r\n
+    return text.getvalue().removesuffix("\r\n")

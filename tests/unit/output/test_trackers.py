@@ -200,6 +200,17 @@ def test_csv_continues_the_table_of_a_split_whatever_its_name(tmp_path: Path, sp
     assert [row["step"] for row in table(path)] == ["10", "20", "30"]
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\r\nb", "a\rb\n", '"\n"', "a\u2028b"])
+def test_csv_continues_the_column_of_a_value_whatever_its_name(tmp_path: Path, name: str) -> None:
+    for step in (10, 20, 30):
+        output = opened(tmp_path, Spec("csv"), step=step - 10)
+        output.append_metrics("train", step, 0, {name: 0.5} | ({"new": 1.0} if step == 30 else {}))
+        close(output)
+    assert table(tmp_path / "csv" / "train.csv") == [
+        {"step": str(step), "epoch": "0", name: "0.5", "new": "1.0" if step == 30 else ""} for step in (10, 20, 30)
+    ]
+
+
 def test_csv_leaves_a_table_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("name,age\nAda,36\n")
