@@ -195,7 +195,7 @@ class Sender:
     def _wait_for(self, begun: Future[None]) -> None:
         try:
             begun.result(CONNECT_WITHIN_S)
-        except Exception as error:  # a tracker may raise anything
+        except (Exception, SystemExit) as error:  # a tracker may raise anything
             self._thread = None
             if isinstance(error, UserError):
                 raise
@@ -211,7 +211,7 @@ class Sender:
             try:
                 begin()
                 self._record.save_first()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 begun.set_exception(error)
                 return
             begun.set_result(None)
@@ -270,7 +270,7 @@ class Sender:
             is_last = self._end is not None
             try:
                 call()
-            except Exception as error:  # a tracker may raise anything
+            except (Exception, SystemExit) as error:  # a tracker may raise anything
                 if not self._is_failing and self._thread is not None:  # else the run has ended without it
                     again = "" if self._end else " Training continues, and it is tried again."
                     self._warn(f"cannot {what}: {self._describe(error)}{again}")

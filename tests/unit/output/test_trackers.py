@@ -37,7 +37,7 @@ class Kept(Noted):
         super().__init__()
         self.rows: list[Row] = []
         self.started: list[str | None] = []
-        self.fails: Exception | None = None
+        self.fails: BaseException | None = None
         self.has_tried, self.is_open = threading.Event(), threading.Event()
         self.is_open.set()
 
@@ -297,6 +297,32 @@ def test_a_tracker_that_is_gone_is_said_once_and_its_rows_are_counted(tmp_path: 
     trackers.finish("done", [])
     assert len([line for line in said if "cannot" in line]) == 1
     assert said[-1] == "warning: log.trackers: kept: lacks 2 rows of metrics, which metrics.jsonl has."
+
+
+def test_a_tracker_that_ends_its_process_is_called_again(tmp_path: Path, said: list[str]) -> None:
+    """As a command-line tool does that is called as a library."""
+    tracker = Kept()
+    trackers = started(tracker, tmp_path)
+    tracker.fails = SystemExit("no licence")
+    write(trackers, 1, 2)
+    wait_until(lambda: any("cannot log" in line for line in said))
+    tracker.fails = None
+    wait_until(lambda: tracker.steps == [1, 2])
+    trackers.finish("done", [])
+    assert said == [
+        "warning: log.trackers: kept: cannot log step 1: SystemExit: no licence. Training continues, and it is tried "
+        "again.",
+        "log.trackers: kept: works again",
+    ]
+
+
+def test_a_tracker_that_ends_its_process_at_the_start_is_one_line(tmp_path: Path) -> None:
+    class Ends(Kept):
+        def start(self, *about: Any) -> str:
+            raise SystemExit(3)
+
+    with pytest.raises(UserError, match=r"^log\.trackers: kept: cannot begin a run: SystemExit: 3\.$"):
+        started(Ends(), tmp_path)
 
 
 def test_the_reason_at_the_end_of_a_long_error_is_said(tmp_path: Path, said: list[str]) -> None:
