@@ -54,6 +54,8 @@ class Figures:
         updates: how the step changes their states, by the id of their handle; see trial.updates_in.
         """
         self._sources, self._metrics = dict(sources), list(metrics)
+        # Not those that a metric makes later: it does so in another step, as in that of an evaluation.
+        self._states = list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
         numbers = [name for name, source in sources.items() if source.metric is None]
         self._sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in numbers}
         self._weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
@@ -70,10 +72,6 @@ class Figures:
     def names(self) -> list[str]:
         """What `result` returns."""
         return list(self._sources)
-
-    @property
-    def _states(self) -> list[Any]:
-        return list({id(variable): variable for metric in self._metrics for variable in metric.variables}.values())
 
     @property
     def variables(self) -> list[tf.Variable]:

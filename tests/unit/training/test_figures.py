@@ -406,3 +406,12 @@ def test_what_others_do_to_metrics_between_calls_is_undone() -> None:
     metric.update_state(TARGETS, OUTPUTS)
     (values,) = results([figures])
     assert values["m"] == pytest.approx(np.mean((TARGETS - OUTPUTS) ** 2))
+
+
+def test_a_metric_that_makes_its_states_in_another_step_changes_nothing() -> None:
+    """As one that the model's own train_step leaves alone, and an evaluation updates."""
+    shown, late = keras.metrics.Mean(name="m"), keras.metrics.F1Score(name="late")
+    figures = Figures({"m": Source(shown, 0)}, [shown, late])
+    shown.update_state([1.0, 3.0])
+    late.update_state(np.eye(3), np.eye(3))
+    assert results([figures]) == [{"m": 2.0}]
