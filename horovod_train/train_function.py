@@ -55,11 +55,10 @@ def train(
     With np it waits for other processes, and shows what they print: for notebooks, and for scripts that use the model.
     They import what the config names, from this folder or sys.path, and run none of the caller's code.
 
-    The model has the weights of the last checkpoint, as `export` takes them: averages if the run evaluates them, or
-    `fit` would end with them. It is not compiled. A run that is asked to stop returns with `finished: false`; called
-    again, it resumes. The environment, the dtype policy of Keras and the random states of Python and NumPy are then
-    what they were before. Keras and TensorFlow have another seed than before, a new one after each call that follows
-    from Python's random state.
+    The model has the weights of the last checkpoint, or their moving averages if the run keeps any, and is not
+    compiled. A run that is asked to stop returns with `finished: false`; called again, it resumes. The environment, the
+    dtype policy of Keras and the random states of Python and NumPy are then what they were before. Keras and TensorFlow
+    have another seed than before, a new one after each call that follows from Python's random state.
 
     Raises UserError for what must be fixed in config or data; RunError if the run fails.
     """

@@ -125,11 +125,6 @@ class Facts:
     """Whether the run's evaluations saw the averages of weights that the arrays hold, if they hold any; True of
     versions that did not keep it."""
 
-    @property
-    def results_in_averages(self) -> bool:
-        """Whether such averages are its result: `fit` ends with those of an optimizer, whatever its evaluations saw."""
-        return self.evaluates_averages or self.callbacks.get("ended_at") == self.step
-
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""
         value: Any = self.config

@@ -272,8 +272,17 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: the newest of the run; STEP: of the run, like 460; default %(default)s",
     )
     parser.add_argument(
-        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: those the run evaluated"
+        "--weights",
+        choices=("auto", "trained", "ema", "evaluated"),
+        default="auto",
+        help="ema: moving averages; evaluated: those of the two that the run evaluated; auto: that for figures of the "
+        "run and its best checkpoint, else averages if it kept any",
     )
+
+
+def chosen_weights(arguments: argparse.Namespace, *, are_judged: bool) -> Any:
+    """Return which inference.run.Weights --weights means. are_judged: by figures, which must be those of the run."""
+    return "evaluated" if arguments.weights == "auto" and are_judged else arguments.weights
 
 
 def choose_run(arguments: argparse.Namespace) -> tuple[Config, str]:

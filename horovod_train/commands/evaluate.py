@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, write_out
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights, write_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     logs.load_tensorflow()
     from horovod_train.inference.run import evaluate
 
-    figures = evaluate(config, checkpoint, arguments.weights)
+    figures = evaluate(config, checkpoint, chosen_weights(arguments, are_judged=True))
     if figures is not None:
         shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
         to_stdout("  ".join(f"{name} {value}" for name, value in shown.items()))

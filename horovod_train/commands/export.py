@@ -11,7 +11,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import logs
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")
-    weights = load_weights(model, saved, arguments.weights)
+    weights = load_weights(model, saved, chosen_weights(arguments, are_judged=arguments.checkpoint == "best"))
     inputs = known_inputs(model, config.data, saved)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:

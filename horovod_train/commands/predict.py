@@ -12,7 +12,7 @@ import glob
 import os
 import re
 
-from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     logs.load_tensorflow()
     from horovod_train.inference.run import predict
 
-    written = predict(config, checkpoint, arguments.weights, paths, arguments.out)
+    weights = chosen_weights(arguments, are_judged=arguments.checkpoint == "best")
+    written = predict(config, checkpoint, weights, paths, arguments.out)
     if launcher.detect().rank == 0:
         to_stdout(f"{arguments.out}: {written} records")
     return 0

@@ -51,9 +51,9 @@ from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.shares import Shares
 
-Weights = Literal["auto", "trained", "ema"]
-"""Weights of the last update, or their moving averages. auto: those that the run's evaluations saw; a result takes
-the averages of an optimizer at the end of a run too, as `fit` ends with them."""
+Weights = Literal["auto", "trained", "ema", "evaluated"]
+"""Weights of the last update, or their moving averages. auto: the averages if there are any, as `fit` ends with those
+of an optimizer. evaluated: those of the two that the run's evaluations saw."""
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
 
     Raises UserError for what the user must fix.
     """
-    with _restored(config, checkpoint, weights, as_evaluated=True) as trained:
+    with _restored(config, checkpoint, weights) as trained:
         group = trained.group
         records = _open_records(config.data, trained)
         with group.raise_together():
@@ -178,7 +178,7 @@ def _are_logits(config: Config, model: keras.Model) -> bool | None:
 
 
 @contextmanager
-def _restored(config: Config, checkpoint: str, weights: Weights, *, as_evaluated: bool = False) -> Iterator[Trained]:
+def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Trained]:
     """Start the ranks and give each the model and the weights read by root. Shows errors as a training run does."""
     environment = stall_environment(config.watch)
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
@@ -191,7 +191,7 @@ def _restored(config: Config, checkpoint: str, weights: Weights, *, as_evaluated
             if group.is_root:
                 saved = open_checkpoint(checkpoint, "--checkpoint")
                 facts, folder = saved.facts, str(saved.folder)
-                loaded = load_weights(model, saved, weights, as_evaluated=as_evaluated)
+                loaded = load_weights(model, saved, weights)
                 of_records = (dict(facts.class_names), dict(facts.features))
                 about = (loaded, folder, facts.step, facts.epoch, facts.records, *of_records)
         group.broadcast(model.weights)
@@ -222,14 +222,11 @@ def build_bare_model(config: Config) -> keras.Model:
     return model
 
 
-def load_weights(
-    model: keras.Model, checkpoint: Checkpoint, weights: Weights, *, as_evaluated: bool = False
-) -> Weights:
+def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -> Weights:
     """Load trained weights or their moving averages from a checkpoint into a model; return which.
 
-    as_evaluated: auto takes those that the run's evaluations saw, also where `fit` would end with others. Statistics
-    such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the checkpoint is of
-    another model, in weights or vocabularies, or has no moving averages.
+    Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
+    checkpoint is of another model, in weights or vocabularies, or has no moving averages.
     """
     saved = array_names(checkpoint)
     has_averages = any(name.startswith("ema/") for name in saved)
@@ -239,13 +236,12 @@ def load_weights(
             "train.ema_decay or optimizer.options.use_ema."
         )
     variables = trained = weights_by_name(model.weights, "model")
-    facts = checkpoint.facts
-    is_auto = facts.evaluates_averages if as_evaluated else facts.results_in_averages
-    takes_averages = has_averages and (is_auto if weights == "auto" else weights == "ema")
-    if takes_averages and weights == "auto" and not facts.evaluates_averages:
+    are_evaluated = checkpoint.facts.evaluates_averages
+    takes_averages = has_averages and (are_evaluated if weights == "evaluated" else weights != "trained")
+    if takes_averages and weights == "auto" and not are_evaluated:
         log.info(
             f"{checkpoint.folder}: takes the averages of the optimizer, as fit ends with them; evaluations of the run "
-            "saw the trained weights (--weights trained)"
+            "saw the trained weights (--weights evaluated)"
         )
     if takes_averages:
         # An optimizer that keeps averages may train a part of the model.

@@ -226,7 +226,7 @@ def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: EvalS
         evaluated, taken = "SwapEMAWeights has them evaluated; ", "export, evaluate and predict take them"
     else:
         evaluated = "evaluations see the trained weights, because SwapEMAWeights is not in callbacks; "
-        taken = "export and predict take them at the end, as fit ends with them"
+        taken = "export and predict take them, as fit ends with them"
     return f"kept by the optimizer (use_ema); {evaluated if evaluation else ''}{taken}"
 
 

@@ -253,7 +253,7 @@ def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any
 
 
 def _from_run(path: str, wanted: Collection[str]) -> Arrays:
-    """Return the weights of a checkpoint, or their moving averages if those are its result, as `export` takes them.
+    """Return the weights of a checkpoint, or their moving averages if it holds any, as `export` takes them.
 
     wanted: the paths of the model's weights. What the run's model.lora learned is added to weights of a model without.
     """
@@ -263,7 +263,7 @@ def _from_run(path: str, wanted: Collection[str]) -> Arrays:
     except Damaged as error:
         raise UserError(f"{_WHERE}: {checkpoint.folder}: {error}.") from error
     weights: Arrays = {}
-    for kind in ("model/", *(["ema/"] if checkpoint.facts.results_in_averages else [])):
+    for kind in ("model/", "ema/"):
         weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
     of_lora = [path for path in weights if is_lora(path) and path.endswith("_a") and path not in wanted]
     for first in of_lora if checkpoint.facts.setting("model.lora") else ():

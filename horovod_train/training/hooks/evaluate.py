@@ -184,10 +184,8 @@ def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
     callbacks, per_epoch = run.parts.callbacks, run.parts.train.steps_per_epoch
     end = every(None, end_callbacks, at_end="done")
     if not callbacks:
-        # Users' hooks at the end change what is saved too, so a checkpoint must tell whether they were called; and
-        # whether averages of an optimizer are its result.
-        is_told = run.state.averages.are_of_optimizer or any(hook.at_end != "no" for hook in run.parts.users_hooks)
-        return [*evaluations, *([end] if is_told else [])]
+        # Users' hooks at the end change what is saved too, so a checkpoint must tell whether they were called.
+        return [*evaluations, *([end] if any(hook.at_end != "no" for hook in run.parts.users_hooks) else [])]
 
     def end_epoch(run: Run, step: int) -> StopReason | None:
         # A stop request may have interrupted an evaluation; then a run that resumes ends the epoch after that.

@@ -186,7 +186,7 @@ def test_what_is_exported_has_what_callbacks_make_of_averages_at_the_end(rank_fa
     keras.utils.clear_session()  # names as in the run
     model = user_models.vector()
     found = open_checkpoint(str(Path(facts["runs"]) / "halved"), "--checkpoint")
-    assert load_weights(model, found, "auto", as_evaluated=True) == "trained"
+    assert load_weights(model, found, "evaluated") == "trained"
     assert load_weights(model, found, "auto") == "ema"
     for one, other in zip(model.trainable_weights, fitted(user_callbacks.Halves()).weights, strict=True):
         np.testing.assert_allclose(one.numpy(), other, rtol=0, atol=1e-6)

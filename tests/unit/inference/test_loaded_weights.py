@@ -46,26 +46,25 @@ def test_weights_or_their_averages_are_taken_by_the_same_model_alone(
         load_weights(stack(2), saved, weights)
 
 
-@pytest.mark.parametrize("ended_at", [-1, 5], ids=["under way", "ended"])
-def test_figures_are_of_the_weights_that_the_run_evaluated(tmp_path: Path, ended_at: int, said: list[str]) -> None:
-    """With use_ema alone; a result is what `fit` has: averages at its end, of which a line tells."""
+@pytest.mark.parametrize("are_evaluated", [True, False], ids=["SwapEMAWeights", "use_ema alone"])
+def test_figures_are_of_the_weights_that_the_run_evaluated(
+    tmp_path: Path, are_evaluated: bool, said: list[str]
+) -> None:
+    """Other results have the averages, as `fit` ends with them; a line tells where those were not evaluated."""
     arrays = {
         f"{kind}/{weight.path}": np.full(weight.shape, value, np.float32)
         for kind, value in (("model", 1), ("ema", 2))
         for weight in stack(1).weights
     }
-    facts = Facts(5, 1, 0, 1, {}, {}, callbacks={"ended_at": ended_at}, evaluates_averages=False)
-    write(tmp_path / "saved", arrays, facts)
+    write(tmp_path / "saved", arrays, Facts(5, 1, 0, 1, {}, {}, evaluates_averages=are_evaluated))
     found, model = verify(tmp_path / "saved"), stack(1)
-    assert load_weights(model, found, "auto", as_evaluated=True) == "trained"
-    assert all(np.all(array == 1) for array in model.get_weights())
-    assert load_weights(model, found, "ema", as_evaluated=True) == "ema"
+    assert load_weights(model, found, "evaluated") == ("ema" if are_evaluated else "trained")
+    assert all(np.all(array == 1 + are_evaluated) for array in model.get_weights())
     assert said == []
-    result, value = ("ema", 2) if ended_at == 5 else ("trained", 1)
-    assert load_weights(model, found, "auto") == result
-    assert all(np.all(array == value) for array in model.get_weights())
-    assert len(said) == (ended_at == 5)
-    assert all("evaluations of the run saw the trained weights (--weights trained)" in line for line in said)
+    assert load_weights(model, found, "auto") == "ema"
+    assert all(np.all(array == 2) for array in model.get_weights())
+    told = [line for line in said if "evaluations of the run saw the trained weights (--weights evaluated)" in line]
+    assert len(told) == (not are_evaluated)
 
 
 def test_averages_of_a_part_are_taken_with_the_weights_of_the_rest(tmp_path: Path) -> None:

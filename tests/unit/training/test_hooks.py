@@ -189,15 +189,6 @@ def test_what_callbacks_make_of_averages_at_the_end_remains() -> None:
     assert (average.numpy().tolist(), weight.numpy().tolist()) == ([4.0], [2.0])
 
 
-@pytest.mark.parametrize("of_optimizer", [True, False])
-def test_a_run_without_callbacks_notes_its_end_where_it_has_averages_of_an_optimizer(of_optimizer: bool) -> None:
-    """They are its result there, and in checkpoints before it are not."""
-    run = run_with()
-    run.parts.train, run.parts.users_hooks = SimpleNamespace(steps_per_epoch=5), ()
-    run.state = SimpleNamespace(averages=Averages([], are_of_optimizer=of_optimizer))
-    assert [hook.at_end for hook in build_callback_hooks(run, [])] == ["done"] * of_optimizer
-
-
 @pytest.mark.parametrize(("reason", "left"), [(REQUEST, 1.0), (None, 3.0)])
 def test_an_evaluation_that_is_interrupted_leaves_no_weight_that_it_assigns(
     reason: StopReason | None, left: float

@@ -67,19 +67,16 @@ def test_weights_of_a_layer_of_many_come_in_their_order(tmp_path: Path) -> None:
     assert [float(value[0]) for value in found.taken.values()] == list(range(12))
 
 
-@pytest.mark.parametrize(("are_evaluated", "expected"), [(True, 2.0), (False, 1.0)])
-def test_a_run_that_evaluated_averages_of_its_weights_gives_those(
-    tmp_path: Path, are_evaluated: bool, expected: float
-) -> None:
+def test_a_run_that_kept_averages_of_its_weights_gives_those(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(2, name="dense")], name="net")
     arrays = {
         f"{kind}/{weight.path}": np.full(weight.shape, value, np.float32)
         for kind, value in (("model", 1), ("ema", 2))
         for weight in model.weights
     }
-    write(tmp_path / "saved", arrays, Facts(5, 1, 0, 1, {}, {}, evaluates_averages=are_evaluated))
+    write(tmp_path / "saved", arrays, Facts(step=0, epoch=0, records=0, ranks=1, config={}, versions={}))
     taken = match(model, ModelSpec("any", init_from=str(tmp_path / "saved"))).taken
-    assert [float(np.mean(value)) for value in taken.values()] == [expected] * 2
+    assert [float(np.mean(value)) for value in taken.values()] == [2.0, 2.0]
 
 
 def test_what_lora_learned_is_in_the_weights_of_a_model_without(tmp_path: Path) -> None:
