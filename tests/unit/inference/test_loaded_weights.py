@@ -12,7 +12,7 @@ import pytest
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
-from horovod_train.commands.cli import add_run_arguments, choose_run
+from horovod_train.commands.cli import add_run_arguments, choose_run, chosen_weights
 from horovod_train.config.loader import as_dict, dump, load
 from horovod_train.errors import UserError
 from horovod_train.inference.run import Weights, load_weights
@@ -65,6 +65,18 @@ def test_figures_are_of_the_weights_that_the_run_evaluated(
     assert all(np.all(array == 2) for array in model.get_weights())
     told = [line for line in said if "evaluations of the run saw the trained weights (--weights evaluated)" in line]
     assert len(told) == (not are_evaluated)
+
+
+@pytest.mark.parametrize(
+    ("given", "are_judged", "chosen"),
+    [([], True, "evaluated"), ([], False, "auto"), (["--weights", "ema"], True, "ema")],
+)
+def test_auto_means_for_figures_the_weights_that_were_evaluated(
+    given: list[str], are_judged: bool, chosen: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    assert chosen_weights(parser.parse_args(["runs/a", *given]), are_judged=are_judged) == chosen
 
 
 def test_averages_of_a_part_are_taken_with_the_weights_of_the_rest(tmp_path: Path) -> None:
