@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from horovod_train.data.files import has_records
+from horovod_train.data.files import fits, has_records
 from horovod_train.data.prepare.images import class_names, list_images
 from horovod_train.data.random_access import FILES
-from horovod_train.data.random_access.csv_table import CSVTable
+from horovod_train.data.random_access.numpy_files import refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
 from horovod_train.data.random_access.store import Request, read_block
 from horovod_train.data.schema import DATASET_NAME, load_schema
@@ -39,6 +40,8 @@ MOST_CLASSES = 20
 MOST_TEXTS = 1000
 """The most different texts that a column may have to be looked up in a vocabulary."""
 MOST_WORDS = 10_000
+MOST_SIZE = 1e19
+"""The variance of larger numbers may be beyond float32."""
 NEARLY_ALL = 0.9
 _WRITTEN_NUMBER = re.compile(
     r"(?P<sign>[^\w\s.,+-]?)\s*[+-]?(\d{1,3}(?P<between>[\s.,'’])\d{3}((?P=between)\d{3})*([.,]\d+)?|\d+([.,]\d+)?)"
@@ -275,7 +278,8 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
     "table": (
         _table,
         "FILE",
-        "a csv file with a header, Parquet, Arrow or Feather: numbers and texts → a class or a number",
+        "a csv file with a header, Parquet, Arrow, Feather, or npz or HDF5 of plain columns: numbers and texts → a "
+        "class or a number",
     ),
     "text": (_text, "FILE", "a file of these kinds with a column of texts and one of classes"),
     "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
@@ -285,7 +289,7 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
 
 
 def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], str]:
-    table = _load_columns(FILES.get(f"*{Path(arguments.path).suffix.lower()}", CSVTable), arguments.path)
+    table = _load_columns(_opener_of(arguments.path), arguments.path)
     target = arguments.target or list(table)[-1]
     if target not in table:
         raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
@@ -303,6 +307,19 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
     return table, target
 
 
+def _opener_of(path: str) -> OpenStore:
+    """Return what opens a table when training reads it. Raises UserError for a name that training does not know."""
+    openers = {pattern: opener for pattern, opener in FILES.items() if opener is not refuse_one_array}
+    opener = next((opener for pattern, opener in openers.items() if fits(Path(path).name, pattern)), None)
+    if opener is None:
+        suffixes = ", ".join(pattern.removeprefix("*") for pattern in openers)
+        raise UserError(
+            f"{path}: training reads tables from files that end in {suffixes}. If this is a csv file, with tabs too, "
+            "rename it to end in .csv; unpack one that is compressed."
+        )
+    return opener
+
+
 def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
     """Return the columns of a table, of numbers and of texts. Raises UserError for one that has others, or gaps."""
     store = opener(path, Request(setting="init"))
@@ -315,10 +332,11 @@ def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
         raise UserError(f"{path}: expected at least {2 * FOLDS} records; it has none.")
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     for name, column in table.items():
-        cells = column.tolist()
-        if any(map(np.ndim, cells)):
+        is_text = column.dtype.kind in "OSU"
+        cells = column.tolist() if is_text else []
+        if column.ndim > 1 or any(isinstance(cell, list | tuple | np.ndarray) for cell in cells):
             raise UserError(f"{path}: {name} holds lists; init takes numbers and texts. Leave it out of the file.")
-        if column.dtype == object:
+        if is_text:
             try:
                 table[name] = np.array([cell.decode() if isinstance(cell, bytes) else cell for cell in cells], object)
             except UnicodeDecodeError as error:
@@ -327,12 +345,26 @@ def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
                 ) from error
         elif column.dtype.kind in "bu":
             table[name] = column.astype(np.int64)
-    gaps = {name: sum(cell is None or cell != cell for cell in column.tolist()) for name, column in table.items()}
+    gaps = {name: _count_gaps(column) for name, column in table.items()}
     if counts := ", ".join(f"{name} ({count})" for name, count in gaps.items() if count):
         raise UserError(
-            f"{path}: cells are missing in {counts} of {ends[-1]} records; fill them or leave those records out."
+            f"{path}: cells are missing or not finite in {counts} of {ends[-1]} records; fill them or leave those "
+            "records out."
         )
+    for name, column in table.items():
+        if column.dtype.kind == "f" and np.abs(column).max(initial=0) > MOST_SIZE:
+            raise UserError(
+                f"{path}: {name} has numbers beyond {MOST_SIZE:g}, by which a model in float32 cannot scale; write "
+                "them in a larger unit, or their logarithms."
+            )
     return table
+
+
+def _count_gaps(column: np.ndarray) -> int:
+    """Return how many cells are missing or not finite."""
+    if column.dtype != object:
+        return int(np.count_nonzero(~np.isfinite(column)))
+    return sum(cell is None or (isinstance(cell, float) and not math.isfinite(cell)) for cell in column.tolist())
 
 
 def _refuse_written_numbers(path: str, name: str, column: np.ndarray) -> None:

@@ -166,7 +166,12 @@ def test_a_table_may_be_a_file_of_columns(kind: str) -> None:
 @pytest.mark.parametrize(
     ("column", "said"),
     [
-        ([1.5, None] * 6, "a.parquet: cells are missing in b (6) of 12 records; fill them or leave those records out."),
+        (
+            [1.5, None] * 6,
+            "a.parquet: cells are missing or not finite in b (6) of 12 records; fill them or leave those",
+        ),
+        ([1.5, float("inf"), float("nan")] * 4, "a.parquet: cells are missing or not finite in b (8) of 12 records"),
+        ([1.5, -1e300] * 6, "a.parquet: b has numbers beyond 1e+19, by which a model in float32 cannot scale"),
         ([[1, 2]] * 12, "a.parquet: b holds lists; init takes numbers and texts. Leave it out of the file."),
         ([b"\xe9"] * 12, "a.parquet: b holds bytes that are no UTF-8 text; init takes numbers and texts."),
     ],
@@ -177,6 +182,79 @@ def test_a_file_of_columns_holds_numbers_and_texts(
     pyarrow.parquet.write_table(pyarrow.table({"a": range(12), "b": column, "c": range(12)}), "a.parquet")
     assert main(["init", "table", "a.parquet"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["c", "b"])
+@pytest.mark.parametrize("width", [np.float16, np.float32, np.float64])
+def test_arrays_that_are_not_finite_are_refused(
+    column: str, width: type[np.floating[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {name: np.arange(40).astype(width) for name in ("b", "c")}
+    columns[column][7] = -np.inf
+    np.savez("a.npz", allow_pickle=False, **columns)
+    assert main(["init", "table", "a.npz"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"a.npz: cells are missing or not finite in {column} (1) of 40 records" in line
+    assert not Path("model.py").exists()
+
+
+def test_numbers_as_large_as_a_variance_allows_are_taken() -> None:
+    rows = "".join(f"{'-' if n % 2 else ''}9.9e18,{n * 0.5}\n" for n in range(40))
+    model = built("table", f"a,b\n{rows}", outputs=1)
+    scaled = next(layer for layer in model.layers if isinstance(layer, keras.layers.Normalization))
+    assert np.allclose(scaled(np.array([[9.9e18]], np.float32)), 1, atol=0.2)
+
+
+def test_csv_numbers_beyond_float32_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in ("1e300", "1e30", "inf"):
+        refused(capsys, "a,b\n" + f"{number},1\n" * 20)
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize("kind", ["U", "S"])
+def test_texts_may_be_arrays(kind: str, is_compressed: bool) -> None:
+    words = np.array([f"one {'äb'[n % 2]} w{n % 3}" for n in range(40)])
+    words, labels = (
+        column if kind == "U" else np.char.encode(column, "utf-8") for column in (words, np.array(["no", "sö"] * 20))
+    )
+    (np.savez_compressed if is_compressed else np.savez)("A.NPZ.npz", text=words, size=np.arange(40.0), label=labels)
+    Path("A.NPZ.npz").rename("A.NPZ")
+    for command in (["table", "A.NPZ"], ["table", "A.NPZ", "--target", "size"], ["text", "A.NPZ"]):
+        assert main(["init", *command]) == 0
+        assert main(["check-data", "--config", "config.yaml"]) == 0
+        runpy.run_path("model.py")["build"](2)
+        if "--target" not in command:
+            assert load(["config.yaml"])[0].data.features["label"] == {"class_names": ["no", "sö"]}
+        for written in ("config.yaml", "model.py"):
+            Path(written).unlink()
+    assert "ä" in Path("vocabulary.txt").read_text(encoding="utf-8").split("\n")
+
+
+def test_arrays_of_bytes_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez("a.npz", a=np.array([b"\xe9", b"e"] * 10), b=np.arange(20))
+    assert main(["init", "table", "a.npz"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a.npz: a holds bytes that are no UTF-8 text" in line
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.txt", "a", "a.csv.gz", "csv"])
+def test_names_that_training_does_not_read_as_tables_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(name).write_text(prices(40).replace(",", "\t"))
+    for kind in ("table", "text"):
+        assert main(["init", kind, name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            f"error: {name}: training reads tables from files that end in .npz, .h5, .hdf5, .parquet"
+        )
+        assert "rename it to end in .csv" in line
+    assert [path.name for path in Path().iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["A.CSV", "a.b.Csv", ".csv"])
+def test_names_that_training_reads_as_csv_are_taken(name: str) -> None:
+    Path(name).write_text(prices(40).replace(",", "\t"))
+    assert main(["init", "table", name]) == 0
+    assert main(["check-data", "--config", "config.yaml"]) == 0
 
 
 def test_text_in_another_encoding_is_named(capsys: pytest.CaptureFixture[str]) -> None:
