@@ -85,7 +85,8 @@ class Compiled:
     def _with_whole_labels(self, targets: Any) -> Any:
         """Return the targets, after a check that labels are whole numbers: Keras would cut fractions off."""
         by_name = targets if isinstance(targets, Mapping) else {"": targets}
-        labels = [by_name[name] for name in self.label_counts([*by_name]) if by_name[name].dtype.is_floating]
+        labels = [pick(targets, name) for name in self.label_counts([*by_name])]
+        labels = [label for label in labels if label.dtype.is_floating]
         if not labels:
             return targets
         checks = []

@@ -234,6 +234,25 @@ def test_one_hot_targets_are_no_labels(from_logits: bool) -> None:
         compiled.check_loss(Schema({"y": Feature("int64", shape)}, ("x",), ("y",)))
 
 
+def data_of(model: keras.Model, outputs: Any, targets: Any, loss: LossSpec, weights: Any = None) -> Any:
+    compiled = compile_model(Config(model=ModelSpec("users:model"), loss=loss), model, None)
+    given = compiled.data_of(outputs, has_weights=weights is not None, training=True)
+    real = tf.ones(6)
+    return given(Batch(LOGITS, targets, real if weights is None else weights, LABELS, tf.constant(6, tf.int64)))
+
+
+@pytest.mark.parametrize("dtype", [tf.int64, tf.float32])
+def test_one_target_is_the_labels_of_a_model_whose_one_output_has_a_name(dtype: tf.DType) -> None:
+    x = keras.Input((5,))
+    model = keras.Model(x, {"kind": keras.layers.Dense(3)(x)})
+    labels = tf.cast(LABELS, dtype)
+    (_, y) = data_of(model, {"kind": tf.TensorSpec((None, 3))}, labels, OF_LOGITS)
+    assert y.numpy().tolist() == LABELS.numpy().tolist()
+    if dtype.is_floating:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="a label that is no whole number"):
+            data_of(model, {"kind": tf.TensorSpec((None, 3))}, labels + 0.5, OF_LOGITS)
+
+
 class InList(keras.Model):
     """Two outputs without names."""
 
