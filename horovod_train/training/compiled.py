@@ -31,7 +31,15 @@ from horovod_train.optim.optimizers import (
 )
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.fine_tuning import multiply_rates
-from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels, takes_logits
+from horovod_train.training.losses import (
+    LOSSES_OF_LABELS,
+    ChosenLoss,
+    build_loss,
+    pick,
+    refuse_probabilities,
+    takes_labels,
+    takes_logits,
+)
 from horovod_train.training.steps.optimizers import optimizers_in
 from horovod_train.training.steps.shares import Data
 
@@ -171,7 +179,7 @@ class Compiled:
                 f"{shape[-1]} values, as many as there are outputs. If it is one-hot, write loss: {{name: "
                 f"categorical_crossentropy{logits}}}."
             )
-        is_of_keras = type(loss).__module__.startswith("keras.") and not takes_labels(loss)
+        is_of_keras = type(loss).__module__.startswith("keras.") and not isinstance(loss, LOSSES_OF_LABELS)
         if not is_label or not is_of_keras or len(shape) != 2 or (shape[1] or 1) < 2:
             return
         logits = ", options: {from_logits: true}" if takes_logits(loss) else ""

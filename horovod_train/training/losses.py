@@ -54,7 +54,14 @@ _CROSSENTROPIES = (
     keras.losses.BinaryCrossentropy,
 )
 _PRODUCTS = ("BatchMatMulV2", "Conv1D", "Conv2D", "Conv3D", "Einsum", "MatMul")
-_OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
+_NEWER = {
+    name: getattr(keras.losses, name)
+    for name in ("CategoricalGeneralizedCrossEntropy", "Circle")
+    if hasattr(keras.losses, name)  # Keras 3.5 has neither
+}
+LOSSES_OF_LABELS: tuple[type[keras.losses.Loss], ...] = (keras.losses.SparseCategoricalCrossentropy, *_NEWER.values())
+"""Keras' losses that compare several outputs with the number of a class."""
+_OF_PROBABILITIES = (keras.losses.KLDivergence, _NEWER.get("CategoricalGeneralizedCrossEntropy"))
 """Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 

@@ -24,7 +24,11 @@ from horovod_train.training.steps.optimizers import Optimizers, inside_optimizer
 from horovod_train.training.steps.step import EvalStep, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables
 
-_OVER_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
+_OVER_BATCHES = tuple(
+    getattr(keras.losses, name)
+    for name in ("Dice", "Tversky", "Circle")
+    if hasattr(keras.losses, name)  # Keras 3.5 has no Circle
+)
 """Losses of Keras that compare all records of a batch, so that they are no mean over records."""
 
 

@@ -16,7 +16,7 @@ from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 from horovod_train.training.compiled import compile_model
-from horovod_train.training.losses import LossOfFunction, build_loss, refuse_probabilities
+from horovod_train.training.losses import LOSSES_OF_LABELS, LossOfFunction, build_loss, refuse_probabilities
 
 ROWS = 8
 RNG = np.random.default_rng(0)
@@ -232,6 +232,17 @@ def test_one_hot_targets_are_no_labels(from_logits: bool) -> None:
         compiled.check_loss(Schema({"y": Feature("float", (3,))}, ("x",), ("y",)))
     for shape in ((), (1,)):
         compiled.check_loss(Schema({"y": Feature("int64", shape)}, ("x",), ("y",)))
+
+
+@pytest.mark.parametrize("kind", LOSSES_OF_LABELS)
+def test_every_loss_of_keras_that_takes_labels_is_trained_with_them(kind: type[keras.losses.Loss]) -> None:
+    x = keras.Input((5,))
+    model = keras.Model(x, keras.layers.Dense(3, "softmax")(x))
+    is_sparse = kind is keras.losses.SparseCategoricalCrossentropy  # ignore_class: some are left out
+    model.compile("sgd", kind(ignore_class=2) if is_sparse else kind())
+    compiled = compile_model(Config(model=ModelSpec("users:model")), model, None)
+    compiled.check_loss(Schema({"y": Feature("int64", ())}, ("x",), ("y",)))
+    model.fit(LOGITS, tf.minimum(LABELS, 2), verbose=0)
 
 
 def data_of(model: keras.Model, outputs: Any, targets: Any, loss: LossSpec, weights: Any = None) -> Any:
