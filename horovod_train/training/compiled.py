@@ -174,8 +174,9 @@ class Compiled:
         is_label = feature and not feature.tensor_shape and feature.tensor_dtype.startswith(("int", "uint"))
         if takes_labels(loss) and feature and shape[-1] != 1 and feature.tensor_shape == (*shape[1:],):
             logits = ", options: {from_logits: true}" if takes_logits(loss) else ""
+            name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
             raise UserError(
-                f"loss: {loss.name} compares each record with the number of its class; {schema.targets[0]} holds "
+                f"loss: {name} compares each record with the number of its class; {schema.targets[0]} holds "
                 f"{shape[-1]} values, as many as there are outputs. If it is one-hot, write loss: {{name: "
                 f"categorical_crossentropy{logits}}}."
             )

@@ -234,6 +234,17 @@ def test_one_hot_targets_are_no_labels(from_logits: bool) -> None:
         compiled.check_loss(Schema({"y": Feature("int64", shape)}, ("x",), ("y",)))
 
 
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", keras.losses.sparse_categorical_crossentropy])
+def test_one_hot_targets_are_no_labels_of_a_compiled_loss_without_a_name(loss: Any) -> None:
+    x = keras.Input((5,))
+    model = keras.Model(x, keras.layers.Dense(3, "softmax")(x))
+    model.compile("sgd", loss)
+    compiled = compile_model(Config(model=ModelSpec("users:model")), model, None)
+    said = "loss: sparse_categorical_crossentropy compares each record with the number of its class; y holds 3 values"
+    with pytest.raises(UserError, match=said):
+        compiled.check_loss(Schema({"y": Feature("float", (3,))}, ("x",), ("y",)))
+
+
 @pytest.mark.parametrize("kind", LOSSES_OF_LABELS)
 def test_every_loss_of_keras_that_takes_labels_is_trained_with_them(kind: type[keras.losses.Loss]) -> None:
     x = keras.Input((5,))
