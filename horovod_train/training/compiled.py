@@ -130,16 +130,17 @@ class Compiled:
     def _weights(self, batch: Batch, outputs: Any, by_class: Mapping[Any, Any], *, has_weights: bool) -> Any:
         """Return the weight of each record: [rows], or with one more axis for each axis of an output's values.
 
+        A train_step of the model's own gets one for each record, [rows], where there are several outputs.
         Keras multiplies weights [rows] with values [rows, …] of a loss as NumPy would: by the last axis.
         """
         weights = batch.weights if has_weights else batch.real
-        if "train_step" in self.own:
+        if "train_step" in self.own and isinstance(outputs, Mapping | list | tuple):
             return weights * by_class[None](batch.targets) if by_class else weights
 
         def of(name: Any, output: Any) -> tf.Tensor:
             counted = by_class.get(name, by_class.get(None))
             of_output = weights if counted is None else weights * counted(batch.targets)
-            return tf.reshape(of_output, [-1, *[1] * max(0, output.shape.rank - 2)])
+            return tf.reshape(of_output, [-1, *[1] * max(0, (output.shape.rank or 0) - 2)])
 
         if isinstance(outputs, Mapping):
             return {name: of(name, output) for name, output in outputs.items()}

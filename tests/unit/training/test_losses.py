@@ -275,6 +275,19 @@ def test_one_target_is_the_labels_of_a_model_whose_one_output_has_a_name(dtype: 
             data_of(model, {"kind": tf.TensorSpec((None, 3))}, labels + 0.5, OF_LOGITS)
 
 
+def test_each_position_has_its_records_weight_in_a_train_step_of_the_models_own() -> None:
+    x = keras.Input((5,))
+    weights, shapes = tf.range(6.0), {(None, 2): [6], (None, 7, 2): [6, 1], (None, 4, 4, 2): [6, 1, 1]}
+    for shape, expected in shapes.items():
+        model = OwnStep(x, keras.layers.Dense(2)(x))
+        (_, _, given) = data_of(model, tf.TensorSpec(shape), tf.zeros(6), LossSpec("mse"), weights)
+        assert given.shape == expected
+        assert tf.reshape(given, [-1]).numpy().tolist() == weights.numpy().tolist()
+    two = [tf.TensorSpec((None, 7, 2))] * 2
+    (_, _, given) = data_of(OwnStep(x, [x, x]), two, tf.zeros(6), LossSpec("mse"), weights)
+    assert given.shape == [6]
+
+
 class InList(keras.Model):
     """Two outputs without names."""
 
