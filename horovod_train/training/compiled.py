@@ -86,7 +86,11 @@ class Compiled:
             by_class = self.loss.class_weights if training else {}
             if not has_weights and not by_class:
                 return batch.inputs, y
-            return batch.inputs, y, self._weights(batch, outputs, by_class, has_weights=has_weights)
+            weights = batch.weights if has_weights else batch.real
+            if "train_step" in self.own and (training or "test_step" in self.own):
+                # One for each record: what else the model's own step may do with them is not known.
+                return batch.inputs, y, weights * by_class[None](batch.targets) if by_class else weights
+            return batch.inputs, y, self._by_output(weights, batch.targets, outputs, by_class)
 
         return data
 
@@ -127,19 +131,15 @@ class Compiled:
 
         return {name: pick(targets, target_of(name)) for name in names}
 
-    def _weights(self, batch: Batch, outputs: Any, by_class: Mapping[Any, Any], *, has_weights: bool) -> Any:
-        """Return the weight of each record: [rows], or with one more axis for each axis of an output's values.
+    def _by_output(self, weights: tf.Tensor, targets: Any, outputs: Any, by_class: Mapping[Any, Any]) -> Any:
+        """Return weights [rows] of records for each output, with one more axis for each axis of its values.
 
-        A train_step of the model's own gets one for each record, [rows], where there are several outputs.
         Keras multiplies weights [rows] with values [rows, …] of a loss as NumPy would: by the last axis.
         """
-        weights = batch.weights if has_weights else batch.real
-        if "train_step" in self.own and isinstance(outputs, Mapping | list | tuple):
-            return weights * by_class[None](batch.targets) if by_class else weights
 
         def of(name: Any, output: Any) -> tf.Tensor:
             counted = by_class.get(name, by_class.get(None))
-            of_output = weights if counted is None else weights * counted(batch.targets)
+            of_output = weights if counted is None else weights * counted(targets)
             return tf.reshape(of_output, [-1, *[1] * max(0, (output.shape.rank or 0) - 2)])
 
         if isinstance(outputs, Mapping):

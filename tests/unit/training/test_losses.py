@@ -256,9 +256,11 @@ def test_every_loss_of_keras_that_takes_labels_is_trained_with_them(kind: type[k
     model.fit(LOGITS, tf.minimum(LABELS, 2), verbose=0)
 
 
-def data_of(model: keras.Model, outputs: Any, targets: Any, loss: LossSpec, weights: Any = None) -> Any:
+def data_of(
+    model: keras.Model, outputs: Any, targets: Any, loss: LossSpec, weights: Any = None, *, training: bool = True
+) -> Any:
     compiled = compile_model(Config(model=ModelSpec("users:model"), loss=loss), model, None)
-    given = compiled.data_of(outputs, has_weights=weights is not None, training=True)
+    given = compiled.data_of(outputs, has_weights=weights is not None, training=training)
     real = tf.ones(6)
     return given(Batch(LOGITS, targets, real if weights is None else weights, LABELS, tf.constant(6, tf.int64)))
 
@@ -275,17 +277,19 @@ def test_one_target_is_the_labels_of_a_model_whose_one_output_has_a_name(dtype: 
             data_of(model, {"kind": tf.TensorSpec((None, 3))}, labels + 0.5, OF_LOGITS)
 
 
-def test_each_position_has_its_records_weight_in_a_train_step_of_the_models_own() -> None:
-    x = keras.Input((5,))
-    weights, shapes = tf.range(6.0), {(None, 2): [6], (None, 7, 2): [6, 1], (None, 4, 4, 2): [6, 1, 1]}
-    for shape, expected in shapes.items():
-        model = OwnStep(x, keras.layers.Dense(2)(x))
-        (_, _, given) = data_of(model, tf.TensorSpec(shape), tf.zeros(6), LossSpec("mse"), weights)
-        assert given.shape == expected
-        assert tf.reshape(given, [-1]).numpy().tolist() == weights.numpy().tolist()
-    two = [tf.TensorSpec((None, 7, 2))] * 2
-    (_, _, given) = data_of(OwnStep(x, [x, x]), two, tf.zeros(6), LossSpec("mse"), weights)
-    assert given.shape == [6]
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("own", "shapes"), [((), ((6, 1), (6, 1))), (("train_step",), ((6,), (6, 1)))])
+def test_steps_of_keras_get_the_weight_of_each_position_and_own_ones_that_of_each_record(
+    own: tuple[str, ...], shapes: tuple[tuple[int, ...], tuple[int, ...]], training: bool
+) -> None:
+    """As `fit` hands over; a train_step of one's own leaves the test_step to Keras."""
+    x = keras.Input((7, 2))
+    kind = OwnStep if own else keras.Model
+    model, weights = kind(x, keras.layers.Dense(2)(x)), tf.range(6.0)
+    sequences = tf.TensorSpec((None, 7, 2))
+    (_, _, given) = data_of(model, sequences, tf.zeros(6), LossSpec("mse"), weights, training=training)
+    assert given.shape == shapes[0 if training else 1]
+    assert tf.reshape(given, [-1]).numpy().tolist() == weights.numpy().tolist()
 
 
 class InList(keras.Model):
