@@ -283,14 +283,23 @@ def judge_averaging(alone: Sequence[np.ndarray], exchanged: Sequence[np.ndarray]
     return ok("averaging", text, facts)
 
 
+def _distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Make an optimizer combine its gradients as training does; return it."""
+    combine = GradientExchange(owner="doctor").combine_each
+    distribute(
+        optimizer,
+        lambda optimizer, gradients, variables: optimizer.apply_combined(combine(gradients, "doctor"), variables),
+    )
+    return optimizer
+
+
 def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
-    """Return the weights after one compiled step on this rank's data, float32 [12]. distributed: as in training."""
+    """Return the weights after one compiled step on this rank's data, float32 [12]."""
     kernel = keras.initializers.RandomNormal(seed=3)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, kernel_initializer=kernel)])
     optimizer = keras.optimizers.SGD(0.1)
     if distributed:
-        combine = GradientExchange(owner="doctor").combine_each
-        distribute(optimizer, lambda own, gradients, trained: own.apply_combined(combine(gradients, "doctor"), trained))
+        optimizer = _distributed(optimizer)
     optimizer.build(model.trainable_variables)
     rng = np.random.default_rng(group.rank)
     inputs, targets = (tf.constant(rng.normal(size=(8, width)), tf.float32) for width in (5, 2))
