@@ -1,8 +1,8 @@
 """Trains the cases of differential_cases by the trainer on all ranks, then each by `fit` on one of them, and compares.
 
-differential.py FOLDER [--equal-shares | --resumed] [CASE ...]: writes FOLDER/rank-N.json; without cases all. FOLDER
-"-": prints a table. --resumed compares with the same training in two parts instead: all is built anew after SAVED_AT
-steps, and gets the variables that a checkpoint holds. By hand:
+differential.py FOLDER [--equal-shares | --resumed] [CASE ...]: writes FOLDER/rank-N.json; without cases all but the
+random ones, "random 1" and so on. FOLDER "-": prints a table. --resumed compares with the same training in two parts
+instead: all is built anew after SAVED_AT steps, and gets the variables that a checkpoint holds. By hand:
 
     mpirun -np 3 python tests/distributed/programs/differential.py - plain GAN
 """
@@ -32,6 +32,7 @@ from horovod_train.training.open_run import open_on_all_ranks
 group = start(Config().horovod, Config().device)
 from differential_cases import BATCH, ROWS, Case  # noqa: E402  making tensors fixes the number of threads
 from differential_more import CASES, DATA  # noqa: E402
+from differential_random import case_of  # noqa: E402
 
 SAVED_AT = 3
 
@@ -65,7 +66,7 @@ def _line(name: str, facts: dict[str, Any]) -> str:
 
 def _resumed_facts(name: str, group: WorkerGroup, folder: Path) -> dict[str, Any]:
     """Name the variables that end otherwise than without a resume, all that a checkpoint would hold."""
-    case, ends, failure = CASES[name], [], ""
+    case, ends, failure = case_of(name), [], ""
     try:
         for is_resumed in (False, True):
             parts = _begin(config_of(name, case, folder, group), group)
@@ -106,7 +107,7 @@ def _begin(config: Config, group: WorkerGroup) -> Components:
 
 def _trained(name: str, group: WorkerGroup, folder: Path) -> tuple[Config, dict[str, Any]]:
     """Train a case on all ranks; return its config and the facts of it that need no `fit`."""
-    case = CASES[name]
+    case = case_of(name)
     config, failure, weights, ours = Config(), "", [], {}
     try:
         config = config_of(name, case, folder, group)
@@ -133,7 +134,7 @@ def _compared(name: str, config: Config, trained: dict[str, Any]) -> dict[str, A
     """Return the facts of a case beside what `fit` finds in this process."""
     if "error" in trained:
         return trained
-    expected, theirs = by_fit(CASES[name], config)
+    expected, theirs = by_fit(case_of(name), config)
     return {
         "weights": _difference(trained["weights"], expected),
         "apart": trained["apart"],
@@ -165,7 +166,7 @@ def config_of(name: str, case: Case, folder: Path, group: WorkerGroup) -> Config
     }
     sections: dict[str, Any] = {
         "data": data,
-        "model": {"name": "differential_more:build", "options": {"case": name}},
+        "model": {"name": "differential_random:build", "options": {"case": name}},
         "eval": {"batch_size_per_rank": -(-ROWS // group.size)},
         "output_dir": str(folder),
     }

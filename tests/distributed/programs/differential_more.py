@@ -502,16 +502,6 @@ MORE: dict[str, Case] = {
 CASES: dict[str, Case] = {**first.CASES, **MORE, **COMBINED, **REFUSED}
 
 
-def build(case: str) -> keras.Model:
-    """What a config names: model: {name: differential_more:build, options: {case: NAME}}."""
-    if case == "Embedding, Adam":
-        return embedded_in_adam(layers.Embedding)  # rows of a sparse gradient are added up, as if it were dense
-    model = CASES[case].build()
-    if isinstance(model, GatheredContrastive):
-        model.gathers = True  # `fit` runs on one rank, which has none to gather from
-    return model
-
-
 def uncovered() -> dict[str, Sequence[str]]:
     """The classes of Keras that no case has, by their module."""
     with_a_case = {

@@ -13,7 +13,9 @@ import pytest
 from conftest import HANGS_AFTER_S, PROGRAMS, launcher_command, run_process, warm_python
 
 sys.path.insert(0, str(PROGRAMS))
+from differential_cases import Case
 from differential_more import CASES, uncovered
+from differential_random import case_of
 
 Facts = Callable[..., dict[str, Any]]
 UNEVEN = ["own train_step", "class weights"]
@@ -91,7 +93,18 @@ def _chunk_of(name: str, names: list[str]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("np", "name"), [*_cases(1), *_cases(2), *_cases(3)])
 def test_ranks_end_where_fit_does(facts: Facts, np: int, name: str) -> None:
-    case, found = CASES[name], facts(np, _launched_with(np, name))[name]
+    _compare(case_of(name), np, facts(np, _launched_with(np, name))[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(60))
+def test_ranks_end_where_fit_does_with_all_of_it_together(facts: Facts, seed: int) -> None:
+    np, names = 1 + seed % 3, [f"random {each}" for each in range(seed % 3, 60, 3)]
+    name = f"random {seed}"
+    _compare(case_of(name), np, facts(np, tuple(names))[name])
+
+
+def _compare(case: Case, np: int, found: dict[str, Any]) -> None:
     if case.refused:
         assert case.refused in found["error"]
         return
