@@ -280,9 +280,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_weights(arguments: argparse.Namespace, *, are_judged: bool) -> Any:
-    """Return which inference.run.Weights --weights means. are_judged: by figures, which must be those of the run."""
-    return "evaluated" if arguments.weights == "auto" and are_judged else arguments.weights
+def chosen_weights(arguments: argparse.Namespace, *, as_evaluated: bool) -> Any:
+    """Return which inference.run.Weights --weights means. as_evaluated: auto means those evaluated."""
+    return "evaluated" if arguments.weights == "auto" and as_evaluated else arguments.weights
 
 
 def choose_run(arguments: argparse.Namespace) -> tuple[Config, str]:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     logs.load_tensorflow()
     from horovod_train.inference.run import evaluate
 
-    figures = evaluate(config, checkpoint, chosen_weights(arguments, are_judged=True))
+    figures = evaluate(config, checkpoint, chosen_weights(arguments, as_evaluated=True))
     if figures is not None:
         shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
         to_stdout("  ".join(f"{name} {value}" for name, value in shown.items()))

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")
-    weights = load_weights(model, saved, chosen_weights(arguments, are_judged=arguments.checkpoint == "best"))
+    weights = load_weights(model, saved, chosen_weights(arguments, as_evaluated=arguments.checkpoint == "best"))
     inputs = known_inputs(model, config.data, saved)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:

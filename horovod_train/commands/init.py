@@ -281,7 +281,11 @@ KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
         "a csv file with a header, Parquet, Arrow, Feather, or npz or HDF5 of plain columns: numbers and texts → a "
         "class or a number",
     ),
-    "text": (_text, "FILE", "a file of these kinds with a column of texts and one of classes"),
+    "text": (
+        _text,
+        "FILE",
+        "a csv, Parquet, Arrow, Feather, npz or HDF5 file with a column of texts and one of classes",
+    ),
     "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
     "mine": (_mine, "", "a source of records and a model of your own, to fill in"),
 }

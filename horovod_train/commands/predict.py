@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     logs.load_tensorflow()
     from horovod_train.inference.run import predict
 
-    weights = chosen_weights(arguments, are_judged=arguments.checkpoint == "best")
+    weights = chosen_weights(arguments, as_evaluated=arguments.checkpoint == "best")
     written = predict(config, checkpoint, weights, paths, arguments.out)
     if launcher.detect().rank == 0:
         to_stdout(f"{arguments.out}: {written} records")

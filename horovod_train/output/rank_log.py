@@ -254,33 +254,43 @@ def read_starts_of_root(run_dir: Path, is_wanted: Callable[[str], bool] = lambda
     return _read_starts(path, is_wanted) if path.exists() else []
 
 
+@dataclass
+class _Start:
+    """What has been read of one start."""
+
+    about: Introduction | None
+    entries: list[Entry]
+    shown_step: int | None = None
+
+
 def _read_starts(path: Path, is_wanted: Callable[[str], bool], *, is_last_only: bool = False) -> list[RankStory]:
-    starts: list[tuple[Introduction, list[Entry], list[int]]] = []
-    entries, shown = list[Entry](), list[int]()
+    starts: list[_Start] = []
+    start = _Start(None, [])  # before the first line of a start nothing is kept
     try:
         for line in each_line(path):
             entry = read_line(line)
             if entry is None:
-                if entries:  # continues the line above
-                    entries[-1] = replace(entries[-1], text=f"{entries[-1].text}\n{line}")
+                if start.entries:  # continues the line above
+                    last = start.entries[-1]
+                    start.entries[-1] = replace(last, text=f"{last.text}\n{line}")
             elif entry.kind == "start":
-                entries, shown = [entry], []
-                if about := read_introduction(entry.text):
+                start = _Start(read_introduction(entry.text), [entry])
+                if start.about:
                     if is_last_only:
                         starts.clear()
-                    starts.append((about, entries, shown))
-            elif entries:
+                    starts.append(start)
+            elif start.entries:
                 # Lines of progress are most of a long log. The last entry of a start is kept: it tells when that ended.
-                if entries[-1].kind == "info" and not is_wanted(entries[-1].text):
-                    entries.pop()
-                entries.append(entry)
+                if start.entries[-1].kind == "info" and not is_wanted(start.entries[-1].text):
+                    start.entries.pop()
+                start.entries.append(entry)
                 if entry.kind == "info" and (metrics := _METRICS.match(entry.text)):
-                    shown[:] = [int(metrics[1])]
+                    start.shown_step = int(metrics[1])
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     stories = [
-        RankStory(**vars(about), entries=tuple(entries), end=None, shown_step=next(iter(shown), None))
-        for about, entries, shown in starts
+        RankStory(**vars(start.about), entries=tuple(start.entries), end=None, shown_step=start.shown_step)
+        for start in starts
     ]
     if stories:
         stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]) or _end_in_log(stories[-1]))

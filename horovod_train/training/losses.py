@@ -54,14 +54,18 @@ _CROSSENTROPIES = (
     keras.losses.BinaryCrossentropy,
 )
 _PRODUCTS = ("BatchMatMulV2", "Conv1D", "Conv2D", "Conv3D", "Einsum", "MatMul")
-_NEWER = {
-    name: getattr(keras.losses, name)
-    for name in ("CategoricalGeneralizedCrossEntropy", "Circle")
-    if hasattr(keras.losses, name)  # Keras 3.5 has neither
-}
-LOSSES_OF_LABELS: tuple[type[keras.losses.Loss], ...] = (keras.losses.SparseCategoricalCrossentropy, *_NEWER.values())
-"""Keras' losses that compare several outputs with the number of a class."""
-_OF_PROBABILITIES = (keras.losses.KLDivergence, _NEWER.get("CategoricalGeneralizedCrossEntropy"))
+
+
+def _present(*names: str) -> tuple[type[keras.losses.Loss], ...]:
+    """Return those of Keras' losses that this version has: 3.5 lacks Circle and CategoricalGeneralizedCrossEntropy."""
+    return tuple(getattr(keras.losses, name) for name in names if hasattr(keras.losses, name))
+
+
+LOSSES_OF_LABELS = _present("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy", "Circle")
+"""Those that compare several outputs with the number of a class."""
+LOSSES_OVER_BATCHES = _present("Dice", "Tversky", "Circle")
+"""Those that compare all records of a batch, so that they are no mean over records."""
+_OF_PROBABILITIES = _present("KLDivergence", "CategoricalGeneralizedCrossEntropy")
 """Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 

@@ -18,18 +18,11 @@ from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compiled_losses
 from horovod_train.training.compiled import Compiled
-from horovod_train.training.losses import losses_of
+from horovod_train.training.losses import LOSSES_OVER_BATCHES, losses_of
 from horovod_train.training.steps.figures import ForwardState, metrics_in
 from horovod_train.training.steps.optimizers import Optimizers, inside_optimizer
 from horovod_train.training.steps.step import EvalStep, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables
-
-_OVER_BATCHES = tuple(
-    getattr(keras.losses, name)
-    for name in ("Dice", "Tversky", "Circle")
-    if hasattr(keras.losses, name)  # Keras 3.5 has no Circle
-)
-"""Losses of Keras that compare all records of a batch, so that they are no mean over records."""
 
 
 def check_precision(model: keras.Model, precision: str) -> None:
@@ -212,7 +205,7 @@ def check_l2_is_read(config: Config, compiled: Compiled, are_read: Sequence[bool
 def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
     """Yield a line for each effect of a config that a user may not expect on so many ranks."""
     for loss in losses_of(step.state.model):
-        if isinstance(loss, _OVER_BATCHES) and size > 1:
+        if isinstance(loss, LOSSES_OVER_BATCHES) and size > 1:
             yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
     for name in step.shares.given_logits:
         yield (

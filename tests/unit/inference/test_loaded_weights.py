@@ -68,15 +68,15 @@ def test_figures_are_of_the_weights_that_the_run_evaluated(
 
 
 @pytest.mark.parametrize(
-    ("given", "are_judged", "chosen"),
+    ("given", "as_evaluated", "chosen"),
     [([], True, "evaluated"), ([], False, "auto"), (["--weights", "ema"], True, "ema")],
 )
 def test_auto_means_for_figures_the_weights_that_were_evaluated(
-    given: list[str], are_judged: bool, chosen: str
+    given: list[str], as_evaluated: bool, chosen: str
 ) -> None:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
-    assert chosen_weights(parser.parse_args(["runs/a", *given]), are_judged=are_judged) == chosen
+    assert chosen_weights(parser.parse_args(["runs/a", *given]), as_evaluated=as_evaluated) == chosen
 
 
 def test_averages_of_a_part_are_taken_with_the_weights_of_the_rest(tmp_path: Path) -> None:
