@@ -1,18 +1,13 @@
 """Horovod's callbacks for `model.fit`.
 
-They keep the ranks alike: equal weights, equal steps, equal means, files by one rank; and set the learning rate. Also
-what one callback finds out of the others of the same `fit`.
+They keep the ranks alike: equal weights, equal steps, equal means, files by one rank. Those of learning_rate are here
+too, because scripts say hvd.callbacks.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-import traceback
-import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
 from threading import Thread
 from typing import Any
 
@@ -28,8 +23,16 @@ from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras.backup import check_not_elastic, restore_from_root
+from horovod_train.keras.fit import (
+    EndEpoch,
+    batches_of_epoch,
+    callbacks_of_fit,
+    optimizer_of,
+    steps_of_epoch,
+    switch_off_xla,
+)
+from horovod_train.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from horovod_train.keras_seams import weights_of_slots
-from horovod_train.optim.lars import LARS
 from horovod_train.shown_text import listed
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of, set_awaits_broadcast
 from horovod_train.tensorflow.broadcasting import broadcast_variables
@@ -58,9 +61,6 @@ _FILE_WRITERS = tuple(
     if hasattr(keras.callbacks, name)  # Keras 3.12, the last for Python 3.10, has no OrbaxCheckpoint
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
-_VELOCITY_SLOTS = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}
-"""Names of the slots in which optimizers accumulate updates that contain the learning rate."""
-
 log = logging.getLogger(__name__)
 
 
@@ -350,139 +350,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super().on_epoch_end(epoch, logs)
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to initial_lr * multiplier(epoch), in epochs start_epoch to end_epoch - 1.
-
-    multiplier: a function of the epoch, or a number m for m ** (epoch - start_epoch). staircase: change at the start of
-    an epoch, else at each batch, with epoch + batch / steps_per_epoch. end_epoch: None for no end. steps_per_epoch:
-    default what `fit` says, or the fewest that a rank has. Epochs are those that `fit` counts, from initial_epoch on:
-    a script that calls it again, such as an elastic one, gives it initial_epoch=state.epoch.
-
-    momentum_correction: when the rate changes, multiply an optimizer's momentum by new rate / old rate for that step
-    (Goyal et al. 2017, arXiv:1706.02677, section 3). Done on the accumulated updates, which is the same number: Keras 3
-    compiles the momentum itself into the step. For SGD, RMSprop and LARS with momentum, whose accumulated updates
-    contain the rate; those of other optimizers do not, and stay.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        if initial_lr is None:
-            raise UserError(f"{type(self).__name__}: initial_lr is needed; received None.")
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
-        self._power_to_tell = None if callable(multiplier) or multiplier == 1 else multiplier
-        self._epoch, self._has_fixed_steps = 0, bool(steps_per_epoch)
-        self._callbacks: list[keras.callbacks.Callback] = []
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._callbacks = callbacks_of_fit()
-        optimizer = optimizer_of(self.model)
-        try:
-            optimizer.learning_rate = float(optimizer.learning_rate)
-        except (AttributeError, TypeError):  # a LearningRateSchedule; a MultiOptimizer; a model that is not compiled
-            kind = "no optimizer" if optimizer is None else f"{type(optimizer).__name__}, whose rate cannot be set"
-            raise UserError(
-                f"{type(self).__name__}: it sets the rate of the optimizer that model.compile was given; received "
-                f"{kind}. Give compile one whose learning_rate is a number, or leave this callback out."
-            ) from None
-        if not self.staircase and not self._has_fixed_steps and not steps_of_epoch(self):
-            raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
-        self._tell_of_power()
-
-    def _tell_of_power(self) -> None:
-        """Say on rank 0, once, which rates a number gives: some scripts mean a constant factor by it."""
-        number, self._power_to_tell = self._power_to_tell, None
-        first, last = self.start_epoch, math.inf if self.end_epoch is None else self.end_epoch
-        epochs = [epoch for epoch in range(first, first + 3) if epoch < last]
-        if number is None or len(epochs) < 2 or hvd.rank() != 0:
-            return
-        rates = ", ".join(f"{self.initial_lr * self.multiplier(epoch):g} in epoch {epoch}" for epoch in epochs)
-        log.warning(
-            f"{type(self).__name__}: multiplier={number:g} is raised to the power epoch - {first}: rate {rates}. For a "
-            f"constant factor: multiplier=lambda epoch: {number:g}."
-        )
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
-            return
-        if not self.staircase:
-            done = batches_before(self._callbacks)
-            if not self._has_fixed_steps and (batch == 0 or not self.steps_per_epoch):
-                # Where ranks have different numbers of batches, the same rate on all of them.
-                steps = steps_of_epoch(self)
-                assert steps
-                self.steps_per_epoch = min([steps, *(done + batches for batches in early_ends(self._callbacks))])
-            assert self.steps_per_epoch
-            self._set_rate(self._epoch + (done + batch) / self.steps_per_epoch)
-        elif batch == 0:
-            self._set_rate(self._epoch)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs["lr"] = float(self.model.optimizer.learning_rate)
-
-    def _set_rate(self, epoch: float) -> None:
-        optimizer = self.model.optimizer
-        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
-        optimizer.learning_rate = new
-        inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        slot = next((slot for kind, slot in _VELOCITY_SLOTS.items() if isinstance(inner, kind)), None)
-        if self.momentum_correction and old and slot:
-            for variable in optimizer.variables:
-                if variable.path.endswith(f"_{slot}"):
-                    variable.assign(variable * (new / old))
-
-
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raise the learning rate from initial_lr / size to initial_lr over warmup_epochs, a little at each batch.
-
-    At batch b of epoch e: initial_lr / size * ((size - 1) * (e + (b + 1) / steps_per_epoch) / warmup_epochs + 1), from
-    Goyal et al. 2017 (arXiv:1706.02677), with Horovod's one batch ahead. verbose: 1 prints the end of it, on rank 0.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float,
-        warmup_epochs: int = 5,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-        verbose: int = 0,
-    ) -> None:
-        def multiplier(epoch: float) -> float:
-            assert self.steps_per_epoch
-            position = epoch + 1 / self.steps_per_epoch
-            return (position * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
-
-        super().__init__(
-            initial_lr,
-            multiplier,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
-        )
-        self.verbose = verbose
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_epoch_end(epoch, logs)
-        if self.verbose and hvd.rank() == 0 and epoch + 1 == self.end_epoch:
-            rate = float(self.model.optimizer.learning_rate)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
-
-
 def _as_numbers(value: Any) -> np.ndarray | None:
     """Return a logged value as float64; None for what is no number, such as a text or a dict."""
     if value is None or isinstance(value, str | bytes):  # NumPy takes them for NaN and for what the text says
@@ -491,24 +358,6 @@ def _as_numbers(value: Any) -> np.ndarray | None:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError):
         return None
-
-
-def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:
-    """Let `fit` train without XLA, for which `compile` may ask by default; for on_train_begin. root_rank reports it."""
-    if model.jit_compile:
-        model.jit_compile = False
-        model.make_train_function(force=True)
-        if hvd.rank() == root_rank:
-            log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
-
-
-def callbacks_of_fit() -> list[keras.callbacks.Callback]:
-    """Return the list of callbacks that `model.fit` runs, itself; only for a callback's on_train_begin.
-
-    Keras does not tell a callback of the others, so this looks for its caller, a CallbackList. Empty if there is none.
-    """
-    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(inspect.currentframe()))
-    return next((each.callbacks for each in callers if isinstance(each, keras.callbacks.CallbackList)), [])
 
 
 def _check_contents(model: keras.Model, root_rank: int) -> None:
@@ -527,59 +376,6 @@ def _check_contents(model: keras.Model, root_rank: int) -> None:
                 f"model.fit: rank {rank} has another {name} than rank {root_rank}, so that the same record is another "
                 "input there. Adapt the layer on the same records on all ranks, or give it what root's has."
             )
-
-
-class EndEpoch(keras.callbacks.Callback):
-    """Ends an epoch after so many batches, as if its data ended there; the callback that adds it sets `batches`.
-
-    It stands at the end of the list, so that all callbacks have seen the last batch. Not `model.stop_training`, after
-    which Keras cannot begin another epoch of a PyDataset.
-    """
-
-    batches: int | None = None
-    """Of this epoch; None: all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._filters = ExitStack()
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.batches is not None and batch + 1 >= self.batches:
-            self._filters.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-            raise StopIteration  # Keras takes it for the end of the data
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._filters.close()
-        self.batches = None
-
-
-def steps_of_epoch(callback: keras.callbacks.Callback) -> int | None:
-    """Return how many batches Keras plans for an epoch; None if it does not know, or in a loop of the user's own."""
-    return (callback.params or {}).get("steps")
-
-
-def optimizer_of(model: keras.Model) -> Any:
-    """Return the optimizer that `compile` was given; None for a model that was not compiled."""
-    return getattr(model, "optimizer", None)
-
-
-def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback]) -> int | None:
-    """Return how many batches this epoch has. steps: as Keras plans, None if it does not know.
-
-    Fewer in the first epoch of a `fit` that resumes inside it; see elastic.UpdateBatchStateCallback.
-    """
-    return None if steps is None else min([max(1, steps - batches_before(callbacks)), *early_ends(callbacks)])
-
-
-def batches_before(callbacks: list[keras.callbacks.Callback]) -> int:
-    """Return how many batches of this epoch an earlier `fit` has done."""
-    return sum(getattr(callback, "batches_before", 0) for callback in callbacks)
-
-
-def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
-    """Return the number of batches after which all ranks end this epoch, in a list; empty if as `fit` planned."""
-    return [callback.batches for callback in callbacks if isinstance(callback, EndEpoch) and callback.batches]
 
 
 def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:

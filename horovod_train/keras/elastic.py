@@ -11,13 +11,8 @@ from horovod.common.elastic import State
 
 from horovod_train.errors import UserError
 from horovod_train.keras.backup import check_not_elastic
-from horovod_train.keras.callbacks import (
-    LearningRateScheduleCallback,
-    batches_of_epoch,
-    callbacks_of_fit,
-    steps_of_epoch,
-    switch_off_xla,
-)
+from horovod_train.keras.fit import batches_of_epoch, callbacks_of_fit, steps_of_epoch, switch_off_xla
+from horovod_train.keras.learning_rate import LearningRateScheduleCallback
 from horovod_train.tensorflow.elastic import TensorFlowKerasState, run
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]

@@ -18,11 +18,11 @@ from horovod_train.errors import UserError
 from horovod_train.keras import callbacks, elastic
 from horovod_train.keras.callbacks import (
     BroadcastGlobalVariablesCallback,
-    EndEpoch,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
+from horovod_train.keras.fit import EndEpoch
 
 
 def in_fit(monkeypatch: pytest.MonkeyPatch, steps_per_execution: int) -> Any:

@@ -86,7 +86,7 @@ def test_what_is_drawn_or_written_passes_the_one_place_for_it() -> None:
         "slurm.py",
         "settings.py",
         "build_horovod.py",
-        "callbacks.py",
+        "learning_rate.py",
         "tensorboard.py",
     }
     assert prints == of_ours_or_json
