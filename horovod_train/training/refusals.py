@@ -207,6 +207,11 @@ def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
     for loss in losses_of(step.state.model):
         if isinstance(loss, LOSSES_OVER_BATCHES) and size > 1:
             yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
+    for name in step.shares.weighted_as_one if size > 1 else ():
+        yield (
+            f"the loss {name} returns one number for a batch, which weights of records only multiply by their mean, on "
+            "each rank by itself: the result depends on the number of ranks. Have it return one number for each record."
+        )
     for name in step.shares.given_logits:
         yield (
             f"the loss {name} takes probabilities, but the model ends without softmax or sigmoid, so that it does not "

@@ -164,6 +164,8 @@ class Shares:
         a trial."""
         self.given_logits: list[str] = []
         """The names of losses that take probabilities and got what is none; known after a trial."""
+        self.weighted_as_one: list[str] = []
+        """The names of losses that gave one number for weighted records; known after a trial."""
         self._is_tried = False
 
     @contextmanager
@@ -190,7 +192,7 @@ class Shares:
 
     @contextmanager
     def noting_losses(self) -> Iterator[None]:
-        """Inside the block, in which a step is tried: note losses in `exchanged` and in `given_logits`."""
+        """Inside the block, in which a step is tried: note the names of losses in the lists above."""
         self._is_tried = True
         try:
             yield
@@ -221,7 +223,11 @@ class Shares:
         Where the divisor of all is that of a pass among several, N is the sum of the ranks' shares in it instead: the
         pass counts as its rows do. values: what the loss gave before its reduction; None: its `call` was not called.
         """
-        if values is None or loss.reduction in (None, "none") or not len(values.shape):
+        if values is None or loss.reduction in (None, "none"):
+            return value
+        if not len(values.shape):
+            is_new = self._is_tried and weights is not None and loss.name not in self.weighted_as_one
+            self.weighted_as_one += [loss.name] if is_new else []
             return value
         if self._is_tried:
             is_divided = loss.reduction != "sum" and _divisor(loss, values, outputs, weights) is not None

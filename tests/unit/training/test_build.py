@@ -339,6 +339,29 @@ def test_a_loss_over_a_batch_has_a_line_that_says_how_ranks_combine_it(batches: 
         ]
 
 
+def mean_of_batch(targets: Any, outputs: Any) -> Any:
+    """One number for a batch."""
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "weighted", "is_told"),
+    [
+        (mean_of_batch, True, True),
+        (mean_of_batch, False, False),
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), True, False),
+    ],
+)
+def test_a_loss_of_one_number_beside_weights_has_a_line(
+    batches: Pipeline, loss: Any, weighted: bool, is_told: bool
+) -> None:
+    source: Any = SimpleNamespace(scaled_spec=batches.scaled_spec, has_weights=weighted, scaled=lambda batch: batch)
+    step = train(source, compiled(loss))
+    told = "the loss mean_of_batch returns one number for a batch, which weights of records only multiply by their mean"
+    assert [line.partition(", on")[0] for line in list_warnings(Config(), 2, step)] == [told] * is_told
+    assert not [*list_warnings(Config(), 1, step)]
+
+
 IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0, name="ignoring")
 BY_WEIGHT = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight", name="by_weight")
 
