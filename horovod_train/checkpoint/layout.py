@@ -121,6 +121,12 @@ class Facts:
     """What the model computed with besides weights when that start began: digests of contents, options, code."""
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the model got of a record, as data.model_inputs packs it; {} of versions that did not keep it."""
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the numbers in the array of figures of training are; {} of versions that did not keep any."""
+    skipped: int = 0
+    """Updates that were left out because of non-finite numbers."""
+    skipped_in_a_row: int = 0
+    """Those since the last that was not."""
     evaluates_averages: bool = True
     """Whether the run's evaluations saw the averages of weights that the arrays hold, if they hold any; True of
     versions that did not keep it."""

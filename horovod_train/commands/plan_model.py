@@ -149,7 +149,7 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
     }
     return Sizes(
         source="of the model as built",
-        checkpoint_bytes=state.checkpoint_bytes(outlook.ranks),
+        checkpoint_bytes=components.checkpoint_bytes(outlook.ranks),
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,

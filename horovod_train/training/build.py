@@ -86,6 +86,10 @@ class Components:
     averages: str = ""
     """What the averages are for that the optimizer keeps; "" if it keeps none."""
 
+    def checkpoint_bytes(self, ranks: int) -> int:
+        """Return the most bytes of all arrays in a checkpoint of so many ranks."""
+        return self.state.checkpoint_bytes(ranks) + self.train_step.figures.checkpoint_bytes(ranks)
+
     def close(self) -> None:
         """Read nothing ahead any more: the end of a stopped run would wait for it."""
         for data in (self.train, self.eval):

@@ -34,7 +34,7 @@ from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
 from horovod_train.training.fine_tuning import assign, match, slots_like_weights
 from horovod_train.training.open_run import Run
-from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
+from horovod_train.training.steps.figures import FIGURES_BY_RANK
 
 _MEANING = (
     *("data.features", "data.inputs", "data.targets", "data.weight", "data.preprocess", "data.parse", "data.source"),
@@ -52,16 +52,16 @@ OPTIONS = "options"
 log = logging.getLogger(__name__)
 
 
-def restore(run: Run) -> Any:
-    """Collective: on root, load the checkpoint into the state; return the average of the loss of each rank in it.
+def restore(run: Run) -> dict[str, np.ndarray]:
+    """Collective: on root, load the checkpoint into the state; return the arrays in it that have a row for each rank.
 
     Raises UserError for a checkpoint that does not fit.
     """
     with run.group.raise_together():
-        return None if run.checkpoint is None else _load(run, run.checkpoint)
+        return {} if run.checkpoint is None else _load(run, run.checkpoint)
 
 
-def _load(run: Run, checkpoint: Checkpoint) -> Any:
+def _load(run: Run, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     config, parts = run.config, run.parts
     rates = run.state.rates
     variables = {name: variable for name, variable in run.state.variables().items() if name not in rates}
@@ -77,7 +77,12 @@ def _load(run: Run, checkpoint: Checkpoint) -> Any:
     _forget_values(run, checkpoint)
     log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
     _name_changes(run, checkpoint.facts)
-    return arrays.get(LOSS_AVERAGE_BY_RANK)
+    train_step = parts.train_step
+    train_step.skipped.assign(checkpoint.facts.skipped)
+    train_step.skipped_in_a_row.assign(checkpoint.facts.skipped_in_a_row)
+    if checkpoint.facts.figures != train_step.figures.layout:
+        arrays.pop(FIGURES_BY_RANK, None)
+    return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
 def _changed_versions(facts: Facts) -> dict[str, str]:

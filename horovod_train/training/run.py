@@ -50,7 +50,8 @@ from horovod_train.training.initial_state import (
     users_code,
 )
 from horovod_train.training.open_run import Run, open_run
-from horovod_train.training.state import Copies, TrainState
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Copies, TrainState
+from horovod_train.training.steps.figures import FIGURES_BY_RANK
 from horovod_train.training.steps.histograms import Summaries, draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
 
@@ -67,15 +68,17 @@ def run(config: Config) -> int:
     user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     with open_run(config) as run:
-        loss_averages = restore(run)
+        of_ranks = restore(run)
         take_initial_weights(run)
         settings = as_dict(run.config)
         facts = users_code(settings) | steps_of_hooks(run) | structure(run.state.model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
-        run.group.broadcast(list(run.state.variables().values()))
-        run.state.restore_loss_average(run.group, loss_averages)
+        train_step = run.parts.train_step
+        run.group.broadcast([*run.state.variables().values(), train_step.skipped, train_step.skipped_in_a_row])
+        run.state.restore_loss_average(run.group, of_ranks.get(LOSS_AVERAGE_BY_RANK))
+        train_step.figures.restore(run.group, of_ranks.get(FIGURES_BY_RANK))
         finalize(run.state.model)
         held = contents(run.state.model)
         consistency.check(run.group, held, "at the start", RanksStartApart)
@@ -151,9 +154,9 @@ def _check_room(run: Run, first_step: int) -> None:
     """Raise UserError on root if no checkpoint fits on the disk; warn if not all that are kept do."""
     if first_step >= run.parts.last_step:
         return  # a run that is done must end without room too; a save at its end that fails is said then
-    state, config = run.state, run.config.checkpoint
+    config = run.config.checkpoint
     saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
-    bytes_each = state.checkpoint_bytes(run.group.size)
+    bytes_each = run.parts.checkpoint_bytes(run.group.size)
     if run.config.output_dir is not None:
         run.stopping.expect_save(bytes_each)
     run.store.check_room(bytes_each, most_at_once(config, saves))
@@ -210,8 +213,10 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     return [
         at(profiled, stop_profile),  # first: the profile holds only the step
         every(per_call, lambda run, step: run.output.show_progress(step)),
-        every(None if is_by_epoch else config.log.every_steps, log_training, at_end="always"),
+        every(None if is_by_epoch else config.log.every_steps, log_training, at_end="done"),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
+        at([run.parts.last_step], log_training),  # now: a checkpoint of this step must not be newer than its line
+        every(None, log_training.at_stop, at_end="stopped"),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change

@@ -173,7 +173,7 @@ class TrainState:
             self.loss_average.assign(by_rank[group.rank])
 
     def checkpoint_bytes(self, ranks: int) -> int:
-        """Return the bytes of all arrays in a checkpoint of so many ranks, each of which has its loss average there."""
+        """Return the bytes of the arrays of a snapshot at so many ranks, each of which has its loss average there."""
         kept = [*self.variables().values(), *[self.loss_average] * ranks]
         return sum(variable.shape.num_elements() * variable.dtype.size for variable in kept)
 

@@ -36,11 +36,16 @@ class LogTraining:
         self._skipped: set[int] = set()
         """The records that any rank has skipped, as known at the last line."""
 
-    def __call__(self, run: Run, step: int) -> None:
+    def at_stop(self, run: Run, step: int) -> None:
+        """Write a line of what the run that resumes shows again, with the steps after it."""
+        self(run, step, keep=True)
+
+    def __call__(self, run: Run, step: int, *, keep: bool = False) -> None:
         if step == self._last_step:
             return  # no new steps
         self._last_step = step
-        values = run.parts.train_step.figures.result(run.group) | run.state.average_loss(run.group) | _drift(run, step)
+        values = run.parts.train_step.figures.result(run.group, keep=keep)
+        values |= run.state.average_loss(run.group) | _drift(run, step)
         values |= {name: float(rate) for name, rate in run.state.optimizer.learning_rates.items()}
         steps, speed = self._speed(run)
         values |= speed

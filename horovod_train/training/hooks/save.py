@@ -53,7 +53,7 @@ class Save:
             consistency.check(run.group, settled.digests() | run.parts.callbacks.digests(), f"at step {step}")
             run.store.wait()  # it still reads the copies of the save before
             self._audit.flush()  # before ranks meet for the last time: root may save after another rank was killed
-            arrays = settled.snapshot(run.group, self._copies)
+            arrays = settled.snapshot(run.group, self._copies) | run.parts.train_step.figures.snapshot(run.group)
             run.output.sync()  # a power cut must not leave a checkpoint that is newer than its metrics
             run.store.save(arrays, _facts(run, self._held))
         self._saved = here
@@ -128,6 +128,9 @@ def _facts(run: Run, held: Mapping[str, str]) -> Facts:
         eval_data=parts.eval.content if parts.eval else "",
         contents=held,
         inputs=parts.train.model_inputs.pack(),
+        figures=parts.train_step.figures.layout,
+        skipped=int(parts.train_step.skipped),
+        skipped_in_a_row=int(parts.train_step.skipped_in_a_row),
         evaluates_averages=not state.averages.are_of_optimizer or parts.callbacks.evaluate_averages,
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

@@ -21,6 +21,8 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.keras_seams import method_replaced
 from horovod_train.training.steps.shares import Shares
 
+FIGURES_BY_RANK = "ranks/figures"
+"""The name in a checkpoint of what each rank has added to the figures of training."""
 RECORDS_IN_FLOAT32 = 1 << 20
 """Records after which sums are moved into float64: a float32 count of 2^24 no longer grows by 1."""
 
@@ -67,6 +69,7 @@ class Figures:
         self._kinds = [_kind(*each) for each in zip(self._states, changed, self._initial, made, strict=True)]
         self._moved: list[np.ndarray] | None = None
         self._records = 0
+        self._has_steps = False
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +99,7 @@ class Figures:
     def add(self, logs: Mapping[str, Any], weight: tf.Tensor | float) -> None:
         """In the compiled step: add what the step returned; its metrics have been updated already.
 
-        weight: of its numbers: the records, or the rank's share of a step.
+        weight: of its numbers: the records.
         """
         if self._sums:
             weight = tf.cast(weight, tf.float64)
@@ -108,6 +111,7 @@ class Figures:
 
     def count(self, records: int) -> None:
         """Between compiled calls: note that so many more records are in the states; move sums into float64 in time."""
+        self._has_steps = True
         self._records += records
         if self._records < RECORDS_IN_FLOAT32 or not all(kind == "sum" for kind in self._kinds):
             return
@@ -133,8 +137,9 @@ class Figures:
         self._reset()
         return True
 
-    def result(self, group: WorkerGroup) -> dict[str, float]:
-        """Collective: return the figures over the steps of all ranks since the last call; then reset."""
+    def result(self, group: WorkerGroup, *, keep: bool = False) -> dict[str, float]:
+        """Collective: return the figures over the steps of all ranks since the last call; then reset, unless `keep`."""
+        kept = self._added() if keep else None
         self._combine(group)
         totals = group.sum([variable.numpy() for variable in (self._weight, *self._sums.values())])
         weight = float(totals[0])
@@ -147,13 +152,74 @@ class Figures:
             for name, source in self._sources.items()
         }
         self._reset()
-        self._moved, self._records = None, 0
+        self._moved, self._records, self._has_steps = None, 0, False
         for variable in (self._weight, *self._sums.values()):
             variable.assign(0.0)
         for variable, value in zip(self.variables, self._aside or (), strict=self._aside is not None):
             variable.assign(value)
         self._aside = None
+        if kept is not None:
+            self._take(kept)
         return values
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What the numbers of `snapshot` are, as JSON gives it back."""
+        return {"names": self.names, "shapes": [state.shape.as_list() for state in self.variables]}
+
+    def checkpoint_bytes(self, ranks: int) -> int:
+        """Return the most bytes of `snapshot` for so many ranks."""
+        return 8 * ranks * sum(value.size for value in self._added())
+
+    def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
+        """Collective: return on root, by its name in a checkpoint, what each rank has added since the last `result`.
+
+        float64 [ranks, numbers], which holds those of all of Keras' metrics exactly. Elsewhere, and if there was no
+        step since then, {}.
+        """
+        if not self._has_steps:
+            return {}
+        by_rank = group.to_root(np.concatenate([value.ravel() for value in self._added()])[np.newaxis])
+        return {FIGURES_BY_RANK: by_rank} if group.is_root else {}
+
+    def restore(self, group: WorkerGroup, by_rank: np.ndarray | None) -> None:
+        """Collective: continue from root's `snapshot`, of the same layout; None: from nothing.
+
+        At another number of ranks rank 0 gets the sums of all, and each rank the mean or the extreme of other states.
+        """
+        by_rank = group.broadcast_object(by_rank)
+        if by_rank is None:
+            return
+        shapes = [value.shape for value in self._added()]
+        parts = np.split(by_rank, np.cumsum([math.prod(shape) for shape in shapes])[:-1], axis=1)
+        tables = [part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        is_same = len(by_rank) == group.size
+        self._take([table[group.rank] for table in tables] if is_same else self._joined(tables, is_root=group.is_root))
+
+    def _added(self) -> list[np.ndarray]:
+        """Return all that steps have added to, as float64: states, what of each was moved, other sums, the records."""
+        count, values = len(self._states), [variable.numpy() for variable in self.accumulated]
+        moved = self._moved or [np.zeros(initial.shape) for initial in self._initial]
+        return [np.asarray(value, np.float64) for value in (*values[:count], *moved, *values[count:], self._records)]
+
+    def _take(self, added: Sequence[np.ndarray]) -> None:
+        """Set everything to what `_added` has returned."""
+        count = len(self._states)
+        for variable, value in zip(self.accumulated, (*added[:count], *added[2 * count : -1]), strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+        self._moved, self._records, self._has_steps = list(added[count : 2 * count]), int(added[-1]), True
+
+    def _joined(self, tables: Sequence[np.ndarray], *, is_root: bool) -> list[np.ndarray]:
+        """Return what `_take` takes on one rank, given what each of some other number of ranks had, [ranks, …]."""
+        states, gained = [], []
+        for table, initial, kind in zip(tables, self._initial, self._kinds, strict=False):
+            is_sum = kind == "sum"
+            states.append(initial if is_sum else _OVER_RANKS[kind](table))
+            gained.append((table - initial).sum(axis=0) if is_sum else np.zeros(initial.shape))
+        sums = [table.sum(axis=0) for table in tables[len(states) :]]
+        moved = [a + b for a, b in zip(gained, sums, strict=False)]
+        rest = [*moved, *sums[len(moved) :]]
+        return [*states, *(rest if is_root else map(np.zeros_like, rest))]
 
     def _combine(self, group: WorkerGroup) -> None:
         """Collective: set the states to those of all ranks together."""

@@ -167,9 +167,12 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     assert finished.returncode == 0, finished.text
     assert summary_of(run_dir)["weights_sha256"] == expected
     assert [row["step"] for row in metrics_of(run_dir, "eval")] == [60, 120]
-    rows = metrics_of(run_dir, "train")
+    rows, whole = (metrics_of(path, "train") for path in (run_dir, tmp_path / "whole"))
     assert len({row["step"] for row in rows}) == len(rows)
     assert all(math.isfinite(row["loss"]) for row in rows)
+    # Figures of the steps since the line before, whatever stopped between; a stop adds a line of its own.
+    losses, undisturbed_losses = ({row["step"]: row["loss"] for row in each} for each in (rows, whole))
+    assert undisturbed_losses.items() <= losses.items()
 
 
 def steps_said(text: str) -> tuple[int | None, int]:
@@ -256,7 +259,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(config: Path,
     read = [(each.epoch, each.is_whole, each.missing, each.twice) for each in audit(str(run_dir))]
     assert read == [(epoch, True, [], []) for epoch in range(epochs)], told
     rows, rows_expected = (metrics_of(path, "train") for path in (run_dir, tmp_path / "whole"))
-    assert [row["step"] for row in rows] == [row["step"] for row in rows_expected]
+    assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["loss"]) for row in rows_expected]
 
 
 def test_nan_on_one_rank_stops_all_at_the_same_step(config: Path, tmp_path: Path) -> None:

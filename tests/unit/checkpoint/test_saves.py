@@ -33,6 +33,7 @@ from horovod_train.training.hooks.evaluate import build_callback_hooks
 from horovod_train.training.hooks.save import Save
 from horovod_train.training.open_run import Stopwatch
 from horovod_train.training.state import Copies, TrainState
+from horovod_train.training.steps.figures import Figures
 from horovod_train.training.steps.optimizers import Optimizers
 
 VALUES: dict[str, np.ndarray] = {
@@ -164,7 +165,7 @@ def run_of(store: Store) -> Any:
                 steps_per_epoch=1,
                 model_inputs=ModelInputs((), is_dict=False),
             ),
-            train_step=SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)),
+            train_step=SimpleNamespace(figures=Figures({}, []), skipped=0, skipped_in_a_row=0),
             eval_step=None,
             users_hooks=(),
         ),

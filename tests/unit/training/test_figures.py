@@ -14,12 +14,19 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.training.steps.figures import RECORDS_IN_FLOAT32, Figures, ForwardState, Source, metrics_in
+from horovod_train.training.steps.figures import (
+    FIGURES_BY_RANK,
+    RECORDS_IN_FLOAT32,
+    Figures,
+    ForwardState,
+    Source,
+    metrics_in,
+)
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.trial import try_step, updates_in
 
 
-def results(figures: Sequence[Figures]) -> list[dict[str, float]]:
+def results(figures: Sequence[Figures], **options: bool) -> list[dict[str, float]]:
     """Return what `result` gives on each rank, a thread here, of a group whose sums are those of all of them."""
     size = len(figures)
     barrier, sent = threading.Barrier(size, timeout=60), [[np.zeros(0)]] * size
@@ -32,7 +39,8 @@ def results(figures: Sequence[Figures]) -> list[dict[str, float]]:
             barrier.wait()
             return totals
 
-        return figures[rank].result(cast(WorkerGroup, SimpleNamespace(size=size, rank=rank, sum=total)))
+        group = cast(WorkerGroup, SimpleNamespace(size=size, rank=rank, sum=total))
+        return figures[rank].result(group, **options)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(result, range(size)))
@@ -96,6 +104,54 @@ def test_a_metric_of_all_ranks_is_that_of_all_their_records(kind: str, split: tu
         first += rows
     for found in results(ranks):
         assert found["m"] == pytest.approx(float(alone.result()), rel=1e-6)
+
+
+def begun(kind: str) -> tuple[keras.metrics.Metric, Figures]:
+    metric = BUILDERS[kind]()
+    metric.update_state(TARGETS[:1, None], OUTPUTS[:1, None])  # makes its variables
+    metric.reset_state()
+    return metric, figures_of(metric)
+
+
+def resumed(figures: Sequence[Figures], kind: str, size: int) -> list[tuple[keras.metrics.Metric, Figures]]:
+    """Those of `size` other processes, which have restored what these have in a checkpoint."""
+    root: Any = SimpleNamespace(to_root=lambda rows: rows, is_root=True)
+    by_rank = np.concatenate([each.snapshot(root)[FIGURES_BY_RANK] for each in figures])
+    ranks = [begun(kind) for _ in range(size)]
+    for rank, (_, each) in enumerate(ranks):
+        group: Any = SimpleNamespace(size=size, rank=rank, is_root=rank == 0, broadcast_object=lambda value: value)
+        each.restore(group, by_rank)
+    return ranks
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_resume_continues_the_figures_at_any_number_of_ranks(kind: str, size: int) -> None:
+    """Of two ranks: to the bit on as many, also after a line that a stop has written."""
+    ranks, alone = [begun(kind) for _ in range(2)], BUILDERS[kind]()
+    alone.update_state(TARGETS[:, None], OUTPUTS[:, None])
+    for (metric, figures), rows in zip(ranks, (slice(0, 4), slice(4, 7)), strict=True):
+        metric.update_state(TARGETS[rows, None], OUTPUTS[rows, None])
+        figures.count(4)
+    before = [figures for _, figures in ranks]
+    at_stop = results(before, keep=True)
+    assert at_stop == results([figures for _, figures in resumed(before, kind, 2)])
+    continued = resumed(before, kind, size)
+    for metric, rows in [(ranks[0][0], slice(7, 12)), (continued[0][0], slice(7, 12))]:
+        metric.update_state(TARGETS[rows, None], OUTPUTS[rows, None])
+    found, undisturbed = results([figures for _, figures in continued]), results(before)
+    assert found[0]["m"] == pytest.approx(float(alone.result()), rel=1e-6)
+    assert size != 2 or found == undisturbed != at_stop or kind in ("a maximum", "a minimum")
+    assert not before[0].snapshot(cast(WorkerGroup, SimpleNamespace()))  # after a line there is nothing to save
+
+
+def test_figures_that_were_moved_into_float64_are_resumed() -> None:
+    metric, figures = begun("a mean")
+    metric.update_state(TARGETS[:, None], OUTPUTS[:, None])
+    figures.count(RECORDS_IN_FLOAT32)
+    assert float(metric.variables[1]) == 0
+    (continued,) = resumed([figures], "a mean", 1)
+    assert results([continued[1]]) == results([figures])
 
 
 SHAPES: dict[str, tuple[Any, Any]] = {

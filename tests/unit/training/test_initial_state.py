@@ -26,6 +26,7 @@ from horovod_train.distributed.layer_contents import contents, finalize
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
 from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.steps.figures import FIGURES_BY_RANK, Figures
 from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.stopping import BestTracker, EarlyStopping
 
@@ -159,11 +160,13 @@ def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) 
     return TrainState(model, optimizers, averages=MovingAverages(model, decay))
 
 
-def restored(state: TrainState, before: TrainState, folder: Path, now: Config | None = None, **facts: Any) -> Any:
+def restored(
+    state: TrainState, before: TrainState, folder: Path, now: Config | None = None, arrays: Any = None, **facts: Any
+) -> Any:
     """Save what a run is before, and restore it into the state of a run whose best values are of step 3; return it."""
     config = now or Config()
     fresh = Facts(step=0, epoch=0, records=0, ranks=1, config=as_dict(config), versions={})
-    arrays = {name: variable.numpy() for name, variable in before.variables().items()}
+    arrays = arrays or {name: variable.numpy() for name, variable in before.variables().items()}
     write(folder, arrays, dataclasses.replace(fresh, **facts))
     parts = SimpleNamespace(
         best=BestTracker("best", config.checkpoint.best or Watched()),
@@ -172,6 +175,7 @@ def restored(state: TrainState, before: TrainState, folder: Path, now: Config | 
             files="", fingerprint="", steps_per_epoch=1, class_names={}, features={"x": Feature("float", scale=0.5)}
         ),
         eval=SimpleNamespace(content="records of now"),
+        train_step=SimpleNamespace(figures=Figures({}, []), skipped=tf.Variable(0), skipped_in_a_row=tf.Variable(0)),
     )
     for tracker in (parts.best, parts.early_stopping.best):
         tracker.update(3, {"loss": 0.5, "accuracy": 0.5})
@@ -180,7 +184,7 @@ def restored(state: TrainState, before: TrainState, folder: Path, now: Config | 
     run: Any = SimpleNamespace(
         checkpoint=verify(folder), config=config, group=group, parts=parts, state=state, store=store
     )
-    initial_state.restore(run)
+    run.of_ranks = initial_state.restore(run)
     return run
 
 
@@ -236,6 +240,19 @@ def test_a_resume_says_what_has_changed_since_the_checkpoint(tmp_path: Path, sai
         "changed since this checkpoint: model.init_from null → other; train.epochs 5 → 10; "
         f"keras 3.0 → {keras.__version__}; model.init_from has no effect on a run that resumes"
     ]
+
+
+def test_the_counts_of_updates_that_were_left_out_are_resumed(tmp_path: Path) -> None:
+    step = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", skipped=3, skipped_in_a_row=1).parts.train_step
+    assert (int(step.skipped), int(step.skipped_in_a_row)) == (3, 1)
+
+
+@pytest.mark.parametrize("names", [[], ["mae"]])
+def test_figures_of_training_are_resumed_if_there_are_the_same(tmp_path: Path, names: list[str]) -> None:
+    saved, table = compiled(0.1), np.zeros((1, 2))
+    arrays = {name: variable.numpy() for name, variable in saved.variables().items()} | {FIGURES_BY_RANK: table}
+    kept = restored(compiled(0.1), saved, tmp_path / "saved", arrays=arrays, figures={"names": names, "shapes": []})
+    assert (FIGURES_BY_RANK in kept.of_ranks) == (not names)
 
 
 def test_a_resume_says_what_has_changed_of_the_features_wherever_it_is_said(tmp_path: Path, said: list[str]) -> None:
