@@ -14,7 +14,7 @@ from keras import layers
 
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.training.steps.shares import Part, Shares, parts_of
+from horovod_train.training.steps.shares import Part, Rows, Shares, parts_of
 
 ANY = StepSize(None, is_full=False)
 
@@ -64,8 +64,8 @@ def test_a_full_step_in_passes_is_cut_evenly() -> None:
 @pytest.mark.parametrize("size", [ANY, StepSize(3, is_full=False)], ids=["not known", "known"])
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_a_short_step_has_its_records_in_order_and_their_share(size: StepSize, passes: int) -> None:
-    found = parts([3, -1, 4, -2, 5], size, total=8, passes=passes, ranks=2)
-    assert np.concatenate(rows(found)).tolist() == [3, 4, 5]
+    found = parts([0, -1, 4, -2, 5], size, total=8, passes=passes, ranks=2)
+    assert np.concatenate(rows(found)).tolist() == [0, 4, 5]
     assert [float(part.count) for part in found] == [len(each) for each in rows(found)]
     assert sum(shares(found)) == pytest.approx(2 * 3 / 8)
     lengths = [len(each) for each in rows(found)]
@@ -107,6 +107,13 @@ def test_a_rank_without_records_borrows_a_row_with_share_0(size: StepSize) -> No
     assert part.may_be_borrowed
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_records_has_share_0(ranks: int) -> None:
+    for part in parts([-1, -1], ANY, total=0, passes=ranks, ranks=ranks):
+        assert part.share is not None
+        assert float(part.share) == 0.0
+
+
 def test_more_passes_than_records_borrow_a_row_each() -> None:
     """On one rank whose plan tells, there are only as many passes as records."""
     found = parts([7, -1, -1, -1], ANY, total=4, passes=3, ranks=2)
@@ -119,6 +126,26 @@ def test_the_records_of_one_rank_alone_have_share_1_exactly() -> None:
     """So that its gradients have the bits of `fit`."""
     (part,) = parts([3, 4, 5, -1], StepSize(3, is_full=False), total=3)
     assert part.share is None
+
+
+@pytest.mark.parametrize("size", [ANY, StepSize(3, is_full=False)], ids=["not known", "known"])
+def test_passes_of_one_rank_alone_are_the_step_together(size: StepSize) -> None:
+    found = parts([3, 4, 5, -1], size, total=3, passes=2)
+    assert shares(found) == pytest.approx([len(each) / 3 for each in rows(found)])
+
+
+@pytest.mark.parametrize(("ids", "of_others", "records"), [([4, 0, -1], 1.0, 3), ([-1, -1, -1], 0.0, 0)])
+def test_where_rows_are_counted_a_step_has_what_all_ranks_together_have(
+    ids: list[int], of_others: float, records: int
+) -> None:
+    """Not what it was planned with: some are skipped, or a stream has ended."""
+    batch, group = batch_of(ids, 8), group_of(3, lambda value: value + of_others)
+    for are_counted, expected in ((True, records), (False, 8)):
+        of_step = Rows(group, lambda batch: batch.inputs, lambda batch: batch, are_counted)
+        total = of_step.total(batch, "count")
+        assert float(total) == expected
+        is_empty = of_step.is_empty(total)
+        assert (is_empty is not None and bool(is_empty)) == (are_counted and records == 0)
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([-1, -1], 1.0), ([2, -1], 5.0)])
@@ -156,16 +183,25 @@ def tagger(mask_zero: bool) -> keras.Model:
     return keras.Model(tokens, layers.Dense(3)(layers.Embedding(5, 4, mask_zero=mask_zero)(tokens)))
 
 
-def split_loss(build: Callable[[], keras.losses.Loss], model: keras.Model, split: Sequence[int], weighted: bool) -> Any:
-    """Return the mean over simulated ranks of share · loss. A rank without records computes on the first."""
-    parts, first = [], 0
+def split_loss(
+    build: Callable[[], keras.losses.Loss],
+    model: keras.Model,
+    split: Sequence[int],
+    weighted: bool,
+    ranks: int | None = None,
+) -> Any:
+    """Return the mean over simulated ranks of share · loss. A rank without records computes on the first.
+
+    ranks: fewer than there are parts: these are passes.
+    """
+    parts, first, ranks = [], 0, ranks or len(split)
     for rows in split:
         mine = slice(first, first + rows) if rows else slice(0, 1)
         weights = tf.constant(WEIGHTS[mine, None]) if weighted else None
-        share = tf.constant(len(split) * rows / len(TAGS), tf.float32)
+        share = tf.constant(ranks * rows / len(TAGS), tf.float32)
         parts.append((tf.constant(TAGS[mine]), model(TOKENS[mine]), weights, share))
         first += rows
-    shares, loss = Shares(group_of(len(split))), build()
+    shares, loss = Shares(group_of(ranks)), build()
     shares.take_on(loss)
     divisors: list[Any] = []
     for targets, outputs, weights, share in parts:
@@ -176,7 +212,7 @@ def split_loss(build: Callable[[], keras.losses.Loss], model: keras.Model, split
     terms = []
     for targets, outputs, weights, share in parts:
         with shares.of_pass(share, totals):
-            terms.append(shares.scaled(loss(targets, outputs, weights)) / len(split))
+            terms.append(shares.scaled(loss(targets, outputs, weights)) / ranks)
     return tf.add_n(terms)
 
 
@@ -197,6 +233,16 @@ def test_ranks_together_have_the_loss_of_keras_and_its_gradient(
     assert float(by_ranks) == pytest.approx(float(together), rel=1e-5)
     expected, found = (tape.gradient(each, model.layers[-1].kernel.value) for each in (together, by_ranks))
     assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])
+def test_passes_of_one_rank_together_have_the_loss_of_keras(reduction: str) -> None:
+    def build() -> keras.losses.Loss:
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+    model = tagger(True)
+    together = float(build()(TAGS, model(TOKENS), WEIGHTS[:, None]))
+    assert float(split_loss(build, model, (1, 4), True, ranks=1)) == pytest.approx(together, rel=1e-5)
 
 
 def test_without_divisors_of_all_ranks_masked_losses_are_wrong() -> None:
@@ -274,6 +320,80 @@ def test_a_loss_is_what_it_was_outside_of_steps_and_when_it_is_saved() -> None:
     assert float(loss(targets, outputs)) == 2.0
     with shares.of_pass(tf.constant(1.0)):
         assert float(loss(targets, outputs)) == 6.0  # of three ranks, whose mean is taken
+    assert float(loss(targets, outputs)) == 2.0
+    with shares.noting_divisors():
+        loss(targets, outputs)
+    assert float(loss(targets, outputs)) == 2.0
+
+
+class OfPairs(keras.losses.Loss):
+    """Compares targets [rows] with outputs [rows, 1] as NumPy would."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return (y_true - y_pred) ** 2
+
+
+class OfBatch(keras.losses.Loss):
+    """One number of all rows."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.max(y_pred)
+
+
+def test_a_record_alone_is_compared_with_no_other() -> None:
+    loss, shares = OfPairs(), Shares(group_of(2))
+    shares.take_on(loss)
+    assert float(loss(tf.zeros(1), tf.ones((1, 1)))) == 1.0
+    with pytest.raises(ValueError, match="of_pairs compares each record with all others"):
+        loss(tf.zeros(2), tf.ones((2, 1)))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None),
+        lambda: OfBatch(reduction="sum"),
+    ],
+    ids=["not reduced", "one number"],
+)
+def test_what_is_not_reduced_over_rows_counts_by_the_share_alone(build: Callable[[], keras.losses.Loss]) -> None:
+    model, shares, loss = tagger(True), Shares(group_of(2)), build()
+    plain = loss(TAGS, model(TOKENS))
+    shares.take_on(loss)
+    with shares.of_pass(tf.constant(0.5), []):
+        assert np.array_equal(loss(TAGS, model(TOKENS)), plain)
+
+
+def test_each_loss_has_the_total_of_its_turn() -> None:
+    model, shares = tagger(True), Shares(group_of(2))
+    losses_ = [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in range(3)]
+    plain = float(losses_[0](TAGS, model(TOKENS)))
+    for loss in losses_:
+        shares.take_on(loss)
+    with shares.of_pass(tf.constant(0.5), [tf.constant(total) for total in (22.0, 11.0, 44.0)]):
+        found = [float(loss(TAGS, model(TOKENS))) for loss in losses_]
+    assert found == pytest.approx([2 * plain, 4 * plain, plain])  # N · 11 positions here / total / share
+
+
+@pytest.mark.parametrize(("length", "shape"), [(4, (5, 4, 1)), (4, (5, 4)), (1, (5,)), (1, (5, 1))], ids=str)
+def test_weights_of_masked_positions_have_any_shape_that_keras_takes(length: int, shape: tuple[int, ...]) -> None:
+    tokens = np.where(np.arange(5)[:, None] == 2, 0, TOKENS)[:, :length]  # a record without any position
+    weights = np.arange(1.0, 1.0 + np.prod(shape)).reshape(shape).astype(np.float32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    table = keras.layers.Embedding(5, 3, mask_zero=True)
+    together = float(loss(TAGS[:, :length], table(tokens), weights))
+    shares = Shares(group_of(2))
+    shares.take_on(loss)
+    with shares.noting_divisors() as noted:
+        loss(TAGS[:, :length], table(tokens), weights)
+    assert float(noted[0]) * together == pytest.approx(_sum_of(TAGS[:, :length], table(tokens), weights))
+
+
+def _sum_of(tags: Any, logits: Any, weights: np.ndarray) -> float:
+    """The sum over positions that the mask keeps of weight · cross-entropy."""
+    entropies = keras.ops.sparse_categorical_crossentropy(tags, logits, from_logits=True).numpy()
+    mask = logits._keras_mask.numpy()
+    return float((entropies * mask * np.broadcast_to(weights.reshape(5, -1), mask.shape)).sum())
 
 
 def test_a_gradient_with_share_0_is_0_whatever_was_computed() -> None:
