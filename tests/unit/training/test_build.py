@@ -309,6 +309,24 @@ def test_an_own_evaluation_has_the_figures_that_it_returns(batches: Pipeline) ->
     assert evaluate(batches, made(Tested())).metrics.names == ["own"]
 
 
+def test_numbers_of_an_own_evaluation_are_means_over_its_records(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tested(Own):
+        def test_step(self, data: Any) -> Any:
+            return {"own": ops.mean(ops.cast(data[1], "float32"))}
+
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: value)
+    step, last = evaluate(batches, made(Tested())), batches.steps_per_epoch - 1
+    step.run(batches.batches(0, 0, epochs=1), last, batches.size_of(0))
+    step.run(batches.batches(0, last, epochs=1), 1, batches.size_of(last))
+    group = SimpleNamespace(size=1, rank=0, sum=lambda arrays: [np.asarray(array, float) for array in arrays])
+    found = step.metrics.result(cast(WorkerGroup, group))
+    labels = [np.asarray(batch.targets)[batch.ids >= 0] for batch in batches.batches(0, epochs=1)]
+    assert {len(each) for each in labels} == {8, 3}
+    assert found["own"] == pytest.approx(np.concatenate(labels).mean())
+
+
 class Plain(keras.Model):
     """Keras' own step."""
 
@@ -1014,6 +1032,61 @@ def test_figures_leave_out_the_step_that_is_not_finite_and_no_other(
     group = SimpleNamespace(size=1, rank=0, sum=lambda arrays: [np.asarray(array, float) for array in arrays])
     found = step.figures.result(cast(WorkerGroup, group))
     assert found == pytest.approx({"loss": np.mean(losses), "seen": np.sum(sums)}, rel=1e-5)
+
+
+def test_so_many_updates_in_a_row_are_skipped_and_the_next_one_ends_the_run(
+    batches: Pipeline, stepping: Callable[..., TrainStep]
+) -> None:
+    """Steps without records are none of them; neither move averages, of weights and of the loss."""
+    words = {"non_finite": "skip", "max_skips_in_a_row": 2, "ema_decay": 0.5}
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    step = stepping(batches, model, data={"on_bad_record": "skip"}, train=words)
+    train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
+    batch, failure = batches.scaled(next(batches.batches(0, epochs=1))), step.state.failure
+    kinds = {
+        "good": batch,
+        "bad": batch._replace(inputs=cast(tf.Tensor, batch.inputs) + np.nan),
+        "empty": batch._replace(ids=-tf.ones_like(batch.ids)),
+    }
+    found, ends = [], []
+    for kind in ("bad", "good", "empty", "bad", "empty", "bad", "bad", "bad"):
+        found.append((bool(train_on(kinds[kind])), int(step.skipped), int(failure.step)))
+        averages = {name: each.numpy().tolist() for name, each in step.state.averages.variables.items()}
+        ends.append((averages, step.state.loss_average.numpy().tolist(), float(failure.last_loss)))
+    skipped = (1, 1, 1, 2, 2, 3, 4, 5)
+    assert found == [(number < 6, skips, 0 if number < 6 else 7) for number, skips in enumerate(skipped)]
+    assert int(failure.skips) == 2
+    assert ends[1] != ends[0]
+    assert ends[2] == ends[1]
+    assert all(end[:2] == ends[1][:2] for end in ends[1:])
+
+
+class OfTwoRanks(OfOneRank):
+    """The other one's gradients are a number."""
+
+    def __init__(self) -> None:
+        self.others = tf.Variable(0.0)
+
+    def combine_each(self, gradients: Any, name: str) -> list[Any]:
+        return [gradient + self.others for gradient in gradients]
+
+
+def test_a_rank_whose_update_was_skipped_once_is_not_the_cause_of_what_another_one_does_later(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = OfTwoRanks()
+    monkeypatch.setattr(training_build, "GradientExchange", lambda **_: exchange)
+    monkeypatch.setattr(WorkerGroup, "sum_in_step", lambda _, value, name: 2 * value)
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    step = train(batches, model, train={"non_finite": "skip", "max_skips_in_a_row": 1})
+    train_on = tf.function(lambda batch: step.train_on(batch, batches.size_of(0)), autograph=False)
+    batch, failure = batches.scaled(next(batches.batches(0, epochs=1))), step.state.failure
+    assert train_on(batch._replace(inputs=cast(tf.Tensor, batch.inputs) + np.nan))
+    assert train_on(batch)
+    exchange.others.assign(np.inf)
+    assert train_on(batch)
+    assert not train_on(batch)
+    assert (int(failure.step), bool(failure.is_cause)) == (4, False)
 
 
 class Gathering(Own):
