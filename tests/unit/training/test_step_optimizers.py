@@ -142,18 +142,40 @@ def test_averages_of_an_optimizer_begin_with_its_first_update(is_empty: bool) ->
     assert found == [(1.0, 1.0, 0.0, 0.0), (-1.0,) * 4, (-1.0,) * 4, (-3.0, -3.0, -2.0, -2.0)]
 
 
-def test_a_failure_of_the_first_of_two_updates_in_a_step_remains_noted() -> None:
+@pytest.mark.parametrize("second", [1.0, 3e38], ids=["good", "overflows when it is combined"])
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_failure_of_the_first_of_two_updates_in_a_step_remains_noted(holds_back: bool, second: float) -> None:
     given = Given()
-    given.update.holds_back = False
+    given.update.holds_back = holds_back
 
     @tf.function(autograph=False)
     def step() -> None:
         with given.shares.of_pass(None):
             given.update.begin_pass()
-            for gradient in ([np.nan, 1.0], [1.0, 1.0]):
+            for gradient in ([np.nan, 1.0], [second, 1.0]):
                 given.optimizer.apply([tf.constant(gradient, tf.float32)], [given.weight])
 
     step()
+    assert bool(given.optimizers.failed)
+    assert bool(given.optimizers.is_cause)
+
+
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_gradients_that_overflow_when_they_are_combined_are_laid_to_no_rank(holds_back: bool) -> None:
+    given = Given()
+    given.update.holds_back = holds_back
+    given.apply([3e38, 1.0])
+    assert bool(given.optimizers.failed)
+    assert not bool(given.optimizers.is_cause)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_loss_that_is_not_finite_is_a_failure_whatever_its_gradients_are(holds_back: bool, ranks: int) -> None:
+    given = Given()
+    given.update.holds_back = holds_back
+    cast(Any, given.shares.group).size = ranks
+    given.apply([1.0, 1.0], loss=np.inf)
     assert bool(given.optimizers.failed)
     assert bool(given.optimizers.is_cause)
 
@@ -178,6 +200,7 @@ def test_a_loss_scale_is_lowered_by_gradients_that_are_not_finite() -> None:
     assert given.optimizers.scales_loss
     assert given.apply([8.0, np.inf]) == [1.0, 1.0]
     assert float(given.optimizer.dynamic_scale) == 4.0
+    assert int(given.optimizer.inner_optimizer.iterations) == 0  # as in Keras
     assert given.apply([4.0, 8.0]) == [1.0 - 2.0, 1.0 - 4.0]
 
 
