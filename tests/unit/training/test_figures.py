@@ -290,6 +290,7 @@ def test_a_mean_over_more_than_2_24_records_stays_right() -> None:
         mean.total.assign_add(total)
         mean.count.assign_add(count)
     assert float(mean.count) == limit  # what is to be avoided
+    assert limit > 2 * RECORDS_IN_FLOAT32  # a call may have as many records as may be there before it
     mean.reset_state()
     for value in (1.0, 3.0):
         for _ in range(20):
@@ -337,6 +338,11 @@ def test_an_evaluation_sets_the_metrics_of_training_aside_and_back() -> None:
     assert results([evaluation]) == [{"loss": 9.0}]
     mean.update_state(5.0)
     assert results([training])[0]["loss"] == 4.0
+    mean.update_state(2.0)
+    assert evaluation.begin()
+    mean.update_state(8.0)
+    assert results([evaluation]) == [{"loss": 8.0}]
+    assert results([training]) == [{"loss": 2.0}]
 
 
 class Several(keras.metrics.Mean):
@@ -357,17 +363,18 @@ def test_metrics_that_return_dicts_and_vectors_show_their_parts() -> None:
         def test_step(self, data: Any) -> Any:
             for metric in (self.several, self.plain):
                 metric.update_state(data)
-            return {"several": self.several.result(), "renamed": self.plain.result(), "own": tf.reduce_sum(data)}
+            numbers = {"own": tf.reduce_sum(data), "vector": data}
+            return {"several": self.several.result(), "renamed": self.plain.result(), **numbers}
 
     model = Tested()
     assert metrics_in(model)[-1].name == "more"
     tried = try_step(model, "test_step", tf.TensorSpec((4,)), lambda data: data, "data.eval")
-    assert set(tried.sources) == {"first", "second", "second_0", "second_1", "renamed", "own"}
+    assert set(tried.sources) == {"first", "second", "second_0", "second_1", "renamed", "own", "vector"}
     figures = Figures(tried.sources, metrics_in(model))
     logs = model.test_step(tf.constant([1.0, 2.0, 3.0, 6.0]))
     figures.add(logs, 4.0)
     assert results([figures])[0] == pytest.approx(
-        {"first": 3.0, "second": 6.0, "second_0": 3.0, "second_1": 9.0, "renamed": 3.0, "own": 12.0}
+        {"first": 3.0, "second": 6.0, "second_0": 3.0, "second_1": 9.0, "renamed": 3.0, "own": 12.0, "vector": 3.0}
     )
 
 
