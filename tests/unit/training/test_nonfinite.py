@@ -10,7 +10,15 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.data.batch_source import Batch
-from horovod_train.training.nonfinite import Failure, are_finite, nonfinite_names, seem_finite, variables_are_finite
+from horovod_train.training.nonfinite import (
+    Failure,
+    are_finite,
+    nonfinite_names,
+    restored_if_nonfinite,
+    seem_finite,
+    small_gradient_values,
+    variables_are_finite,
+)
 
 
 class Group:
@@ -74,6 +82,21 @@ def test_the_first_failure_is_the_one_that_is_kept() -> None:
     assert "at step 7: loss or gradients" in said(failure, FINE, FINE)
 
 
+def test_a_rank_that_is_not_the_cause_is_not_the_one_that_is_heard() -> None:
+    failure = Failure()
+    failure.note(tf.constant(7, tf.int64), tf.constant(False), tf.constant(0.25), tf.constant(0), None, {})
+    line = said(failure, FINE, [7, True, False, "NaN", 0, "", ""])
+    assert line.startswith("Model diverged with loss = NaN at step 7: loss or gradients are not finite on rank 2 (node")
+
+
+def test_a_variable_of_the_model_that_a_run_begins_with_is_a_failure_too() -> None:
+    """With the loss of the step before it, which may tell more."""
+    failure = Failure()
+    failure.last_loss.assign(math.inf)
+    failure.note_variables(0, {"counter": tf.Variable(1), "kernel": tf.Variable([math.nan])})
+    assert said(failure, FINE).startswith("Model diverged with loss = inf at step 1: kernel is not finite on rank 0")
+
+
 def test_what_overflows_when_ranks_combine_it_is_laid_to_none_of_them() -> None:
     failure = Failure()
     failure.note_variables(8, {"the gradient of dense/kernel": tf.Variable([math.inf])}, is_cause=False)
@@ -102,6 +125,7 @@ def note(failure: Failure, ids: list[int], outputs: int = 5, **values: Any) -> N
         ({"weights": [1.0, 1.0, 0.0, INF]}, "record 14: a target or the weight is not finite."),
         ({"targets": [4, 0, -1, 5]}, "record 13: the model has no output for its label."),
         ({"targets": [4, 0, 5, 4]}, "record 13: the model has no output for its label."),
+        ({"inputs": [0.0, NAN, 0.0, 0.0], "targets": [0, 0, 0, 5]}, "record 12: an input is not finite."),
     ],
     ids=str,
 )
@@ -161,7 +185,32 @@ def test_a_gradient_is_not_finite_if_a_number_of_it_is_not(worst: float) -> None
     values = np.full((1000, 10), 1e18, np.float32)
     values[3, 4] = worst
     rows = tf.IndexedSlices(tf.constant(values), tf.range(1000), tf.constant([2000, 10]))
-    half = tf.constant([6e4], tf.float16)
+    half = tf.constant([6e4, 6e4], tf.float16)
     for gradients in ([tf.constant(values), None], [half, rows]):
         assert bool(are_finite(gradients)) == bool(seem_finite(gradients)) == math.isfinite(worst)
     assert bool(are_finite([tf.constant([3e38, 3e38])]))
+
+
+def test_of_large_gradients_alone_the_smallest_is_looked_at() -> None:
+    large = [tf.fill((rows, 100), float(rows)) for rows in (900, 500, 700)]
+    assert [float(value[0, 0]) for value in small_gradient_values([*large, None])] == [500.0]
+    assert [float(value[0]) for value in small_gradient_values([*large, tf.ones(3)])] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("moved", "ends"), [(2.0, (-INF, 2.0, 7.0)), (NAN, (-INF, 1.0, 1.0))], ids=["fine", "poisoned"]
+)
+def test_what_a_pass_poisons_is_restored_and_a_maximum_that_has_seen_nothing_is_no_poison(
+    moved: float, ends: tuple[float, ...]
+) -> None:
+    largest, average, counter = (tf.Variable(value) for value in (-INF, 1.0, 1.0))
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with restored_if_nonfinite([largest, average, counter], [largest, average]):
+            largest.assign(-INF)
+            average.assign(moved)
+            counter.assign(7.0)
+
+    step()
+    assert tuple(float(each) for each in (largest, average, counter)) == ends
