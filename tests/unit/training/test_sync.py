@@ -15,7 +15,7 @@ from keras import layers
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.training.sync import STRATEGIES, Local, Stale, SyncParts, SyncStrategy
+from horovod_train.training.sync import STRATEGIES, Local, Stale, SyncParts, SyncStrategy, by_unique_name
 
 ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0, is_root=True))
 
@@ -108,6 +108,77 @@ def test_the_moves_of_local_steps_begin_before_the_first_of_several_optimizers(m
         local.exchange(doubled, [tf.ones(weight.shape)], [weight], tf.constant(0, tf.int64))
         weight.assign(weight + 1.0)
     assert local.sums_at_start.numpy().tolist() == pytest.approx(sums)
+
+
+def test_a_local_average_is_of_all_that_moves_and_tells_how_far_it_moved(model: keras.Model) -> None:
+    """On rank 1 of 2, whose mean with the other rank is 0.5 above what it has."""
+    group = SimpleNamespace(
+        size=2,
+        rank=1,
+        is_root=False,
+        average_in_step=lambda value, name: value + 0.5,
+        sum_in_step=lambda value, name: value + 7,  # what root has
+        average=lambda arrays: arrays,
+        to_root=lambda array: array,
+    )
+    slot, rate, average, statistic = (tf.Variable(1.0) for _ in range(4))
+    counters = [tf.Variable(3), tf.Variable(3.0)]
+    config = TrainConfig(synchronization="local", average_every_steps=4)
+    parts = SyncParts(
+        config, cast(WorkerGroup, group), model, doubled, [slot, rate], [rate], [statistic], counters, [average]
+    )
+    local = Local(parts)
+    before = [weight.numpy() for weight in model.trainable_variables]
+    first = local.drift()
+    assert first is not None
+    assert not first.moves
+    for step in range(2):
+        gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
+        local.exchange(doubled, gradients, model.trainable_variables, tf.constant(step, tf.int64))
+        for weight in model.trainable_variables:
+            weight.assign(weight + 1.5)
+    assert local.settle(2)
+    assert not local.settle(2)
+    for weight, value in zip(model.trainable_variables, before, strict=True):
+        assert weight.numpy() == pytest.approx(value + 3.5)
+    assert [float(each) for each in (slot, rate, average, statistic, *counters)] == [1.5, 1.0, 1.5, 1.5, 7.0, 7.0]
+    drift = local.drift()
+    assert drift is not None
+    assert drift.ranks_apart == pytest.approx((8 * 0.5**2) ** 0.5)  # five weights and the three beside them
+    assert list(drift.moves) == [weight.path for weight in model.trainable_variables]
+    assert all(moves.changed == pytest.approx([3.0]) for moves in drift.moves.values())
+    assert all(moves.apart == pytest.approx([0.5]) for moves in drift.moves.values())
+    local.exchange(doubled, [tf.constant(0.0)], [], tf.constant(2, tf.int64))
+    assert local.settle(3)
+    drift = local.drift()
+    assert drift is not None
+    assert all(moves.changed == pytest.approx([0.0], abs=1e-6) for moves in drift.moves.values())
+
+
+def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has_failed(model: keras.Model) -> None:
+    group = SimpleNamespace(
+        size=2, rank=0, is_root=True, average_in_step=lambda value, name: value, sum_in_step=lambda value, name: value
+    )
+    config = TrainConfig(synchronization="local", average_every_steps=4)
+    local = Local(SyncParts(config, cast(WorkerGroup, group), model, doubled))
+    stops = [bool(local.end_step(tf.constant(True), tf.constant(step, tf.int64))) for step in range(1, 9)]
+    assert stops == [step % 4 == 0 for step in range(1, 9)]
+    assert int(local.settled) == 8
+    assert not local.end_step(tf.constant(False), tf.constant(12, tf.int64))
+    assert [local.next_sync_step(step) for step in (0, 1, 4, 5)] == [0, 4, 4, 8]
+
+
+@pytest.mark.parametrize("non_finite", ["stop", "skip"])
+def test_gradients_that_wait_must_be_finite_unless_such_ones_are_skipped(model: keras.Model, non_finite: str) -> None:
+    stale = Stale(SyncParts(TrainConfig(non_finite=cast(Any, non_finite)), ALONE, model, doubled))
+    assert len(stale.must_be_finite) == (0 if non_finite == "skip" else 4)
+
+
+def test_weights_with_one_path_have_names_of_their_own() -> None:
+    first, second, third, other = (tf.Variable(0.0) for _ in range(4))
+    named = by_unique_name([("a", first), ("a", second), ("b", other), ("a", third)])
+    assert list(named) == ["a", "a#2", "b", "a#3"]
+    assert all(a is b for a, b in zip(named.values(), (first, second, other, third), strict=True))
 
 
 def test_every_value_of_the_setting_has_a_strategy() -> None:
