@@ -291,6 +291,9 @@ def test_steps_of_a_pool_come_in_another_order_in_each_epoch() -> None:
     records = np.arange(64).reshape(32, 2)
     one, same, other = (buckets.sort(records, 1, epoch, 0).tolist() for epoch in (0, 0, 1))
     assert one == same != other
+    later = buckets.sort(records, 1, 0, 32).tolist()
+    assert sorted(later) == sorted(one)
+    assert later != one, "and in each pool of an epoch"
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import ids_of
 
-from horovod_train.data.sampler import Order, Plan
+from horovod_train.data.sampler import Buckets, Order, Plan
 
 ORDERS: tuple[Order, ...] = ("shuffled", "lanes", "file")
 
@@ -143,6 +144,47 @@ def test_fingerprints_are_equal_for_equal_orders_only(plan: Plan, other: Plan) -
     assert plan.fingerprint == same.fingerprint
     assert plan.fingerprint != dataclasses.replace(plan, seed=plan.seed + 1).fingerprint
     assert (plan.fingerprint == other.fingerprint) == (repr(plan) == repr(other))
+
+
+OTHERS: dict[str, Any] = {
+    "block_counts": np.array([4, 4, 3, 4]),
+    "global_batch_size": 5,
+    "seed": 8,
+    "order": "lanes",
+    "shuffle_window": 7,
+    "drop_remainder": True,
+    "content": "other",
+    "buckets": Buckets(("words",), np.zeros((15, 1), np.int32), "words", 2, (9,)),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_plan_that_differs_in_one_fact_has_another_fingerprint(field: str) -> None:
+    plan = Plan(np.array([4, 4, 4, 3]), 4, seed=7, shuffle_window=6)
+    assert {*OTHERS} == {each.name for each in dataclasses.fields(plan)}
+    assert dataclasses.replace(plan, **{field: OTHERS[field]}).fingerprint != plan.fingerprint
+
+
+def test_windows_of_several_blocks_are_the_same_on_every_machine() -> None:
+    plan = Plan(np.array([1, 2, 3, 1, 2, 2, 3, 2]), 4, seed=7, shuffle_window=13)
+    order = plan.sequence(2).records(np.arange(16)).tolist()
+    assert order == [13, 11, 6, 12, 0, 7, 2, 8, 1, 4, 15, 3, 14, 5, 10, 9]
+
+
+@a_few
+@given(plans(), ranks, st.floats(0, 1), st.booleans())
+def test_what_a_rank_reads_in_some_steps_is_in_the_blocks_that_it_keeps(
+    plan: Plan, size: int, place: float, bucketed: bool
+) -> None:
+    lengths = (np.arange(plan.num_records, dtype=np.int32) * 7919 % 31)[:, None]
+    if bucketed:
+        plan = dataclasses.replace(plan, order="shuffled", buckets=Buckets(("words",), lengths, "words", 3, (31,)))
+    first = round(place * plan.steps_per_epoch)
+    last, sequence = min(first + 2, plan.steps_per_epoch), plan.sequence(1)
+    block_of = np.repeat(np.arange(len(plan.block_counts)), plan.block_counts)
+    for rank in range(size) if last > first else ():
+        read = block_of[plan.rows(sequence, rank, size, first, last).records]
+        assert {*read.ravel().tolist()} <= {*plan.blocks_near(sequence, rank, size, first, last).tolist()}
 
 
 def test_order_is_the_same_on_every_machine() -> None:
