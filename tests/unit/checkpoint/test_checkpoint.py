@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -491,6 +492,14 @@ def test_a_run_that_has_lost_its_directory_changes_nothing_in_it(tmp_path: Path)
     assert late.names() == {"step-000000001", "step-000000002"}
 
 
+def test_a_run_that_loses_its_directory_while_it_saves_removes_nothing_from_it(tmp_path: Path) -> None:
+    Run(tmp_path / "run").save(1, 2)
+    answers = iter([True])  # as its own checkpoint gets its name
+    late = Run(tmp_path / "run", keep=1, is_ours=lambda: next(answers, False))
+    late.save(3)
+    assert late.names() == {"step-000000001", "step-000000002", "step-000000003"}
+
+
 def test_other_ranks_have_every_method_and_no_effect() -> None:
     store = Store()
     public = {name for name in vars(CheckpointStore) if not name.startswith("_")}
@@ -537,6 +546,14 @@ def test_a_run_that_fails_waits_no_longer_than_the_watch_lets_it(run: Run) -> No
         f"the last good checkpoint: {run.place(1)}",
     ]
     run.store.wait()
+
+
+def test_a_run_that_fails_before_it_has_saved_names_the_checkpoint_that_it_began_with(run: Run) -> None:
+    run.save(1, 2)
+    again = Run(run.directory)
+    assert again.found() == 2
+    again.store.finish(600)
+    assert again.said == [f"the last good checkpoint: {run.place(2)}"]
 
 
 def test_a_run_that_fails_before_its_first_checkpoint_has_nothing_to_say_of_one(run: Run) -> None:
@@ -691,6 +708,15 @@ def test_checkpoints_that_are_there_need_no_room_again(small_disk: Path) -> None
     run = Run(small_disk / "run").save(1, 2, 3)
     fill(small_disk, 1_500_000)
     run.store.check_room(1_300_000, most=4)
+    assert run.said == []
+    for most in (3, 4):  # one more is there while it is written, however many are
+        with pytest.raises(UserError, match=r"expected 1\.6 MB or more, which one checkpoint takes"):
+            run.store.check_room(1_600_000, most=most)
+
+
+def test_a_file_system_that_does_not_tell_its_size_has_room(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
+    run.store.check_room(10**12, most=4)
     assert run.said == []
 
 
@@ -859,6 +885,7 @@ def test_a_file_of_another_that_is_called_best_stays(run: Run) -> None:
     (run.folder / "best").write_text("mine")
     run.save(100, 200, best=Best("loss", 0.5, 100))
     assert (run.folder / "best").read_text() == "mine"
+    assert len(run.said) == 1  # not at each save
 
 
 def test_the_link_to_the_best_goes_with_what_it_points_at(run: Run) -> None:
