@@ -168,7 +168,7 @@ class Local(SyncStrategy):
         slots = [variable for variable in parts.slots if id(variable) not in rates]
         more = (*slots, *parts.averages, *parts.forward_state)
         variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
-        self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
+        self.weights = by_unique_name((weight.path, as_tf_variable(weight)) for weight in model.trainable_variables)
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
         self.of_root = list(parts.of_root)
         self._is_root = tf.Variable(self.group.is_root, trainable=False)  # not a constant: see ForwardState

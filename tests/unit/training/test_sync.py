@@ -155,6 +155,40 @@ def test_a_local_average_is_of_all_that_moves_and_tells_how_far_it_moved(model: 
     assert all(moves.changed == pytest.approx([0.0], abs=1e-6) for moves in drift.moves.values())
 
 
+class Twins(keras.Model):
+    """Two layers of one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers.Dense(1, name="twin"), layers.Dense(2, name="twin")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def test_the_moves_of_layers_with_one_name_are_told_apart() -> None:
+    """The mean is as far above what this rank has as a layer has outputs."""
+    group = SimpleNamespace(
+        size=2,
+        rank=0,
+        is_root=True,
+        average_in_step=lambda value, name: value + tf.cast(tf.shape(value)[-1], value.dtype),
+        average=lambda arrays: arrays,
+        to_root=lambda array: array,
+    )
+    model = Twins()
+    model(tf.zeros((1, 2)))
+    config = TrainConfig(synchronization="local", average_every_steps=4)
+    local = Local(SyncParts(config, cast(WorkerGroup, group), model, doubled))
+    local.exchange(doubled, [tf.constant(0.0)], [], tf.constant(0, tf.int64))
+    model.second.kernel.assign(model.second.kernel + 3.0)
+    assert local.settle(1)
+    drift = local.drift()
+    assert drift is not None
+    assert [moves.changed for moves in drift.moves.values()] == [[0.0], [0.0], [pytest.approx(3.0)], [0.0]]
+    assert [moves.apart for moves in drift.moves.values()] == [[pytest.approx(rows)] for rows in (1, 1, 2, 2)]
+
+
 def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has_failed(model: keras.Model) -> None:
     group = SimpleNamespace(
         size=2, rank=0, is_root=True, average_in_step=lambda value, name: value, sum_in_step=lambda value, name: value
