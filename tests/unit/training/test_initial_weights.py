@@ -15,6 +15,7 @@ from horovod_train.checkpoint.tensors import write
 from horovod_train.config.settings import ModelSpec
 from horovod_train.errors import UserError
 from horovod_train.training.fine_tuning import Freezing, assign, enable_lora, match, slots_like_weights
+from horovod_train.training.state import weights_by_name
 
 
 def backbone() -> keras.Model:
@@ -65,6 +66,38 @@ def test_weights_of_a_layer_of_many_come_in_their_order(tmp_path: Path) -> None:
     of_many(1.0).save_weights(path)
     found = match(of_many(0.0), ModelSpec("any", init_from=path))
     assert [float(value[0]) for value in found.taken.values()] == list(range(12))
+
+
+class Twins(keras.Model):
+    """Two layers of one name."""
+
+    def __init__(self) -> None:
+        super().__init__(name="twins")
+        self.first, self.second = (layers.Dense(2, use_bias=False, name="twin") for _ in range(2))
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def twins() -> keras.Model:
+    model = Twins()
+    model(np.zeros((1, 2), np.float32))
+    return model
+
+
+def test_layers_with_one_name_get_their_own_weights(tmp_path: Path) -> None:
+    source, model = twins(), twins()
+    facts = Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={})
+    saved = {name: value.numpy() for name, value in weights_by_name(source.weights, "model").items()}
+    write(tmp_path / "saved", saved, facts)
+    found = match(model, ModelSpec("any", init_from=str(tmp_path / "saved")))
+    assert found.left == found.new == []
+    assign(model, found.taken)
+    for ours, theirs in zip(model.weights, source.weights, strict=True):
+        assert np.array_equal(ours, theirs)
+    of_function = match(model, ModelSpec("any", init_from="test_initial_weights:twins"))
+    assert len(of_function.taken) == 2
+    assert of_function.left == of_function.new == []
 
 
 def test_a_run_that_kept_averages_of_its_weights_gives_those(tmp_path: Path) -> None:
