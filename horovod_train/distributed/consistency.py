@@ -64,8 +64,7 @@ def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[R
 
 
 def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> str:
-    # If two values are equally frequent, root's value counts as the common one.
-    majority = max(Counter(values).items(), key=lambda item: (item[1], item[0] == values[0]))[0]
+    ((majority, _),) = Counter(values).most_common(1)  # of equally frequent ones the first: root's, if it is one
     dissenters = [rank for rank, value in enumerate(values) if value != majority]
     examples = listed((f"{group.name(rank)} has {_short(values[rank])}" for rank in dissenters), 4, "ranks")
     agreement = f"{values.count(majority)} of {group.size} have {_short(majority)}"

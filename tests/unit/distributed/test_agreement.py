@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,17 +44,21 @@ def test_the_first_variable_that_differs_is_named_with_the_ranks_that_are_unlike
 
 def said(*facts: dict[str, str]) -> str:
     """What root says where ranks have these facts; "" if it says nothing."""
-    digests: list[str] = []
 
-    def gather(own: Any) -> list[Any]:
-        if isinstance(own, str):
-            digests.append(own)
-            return [own if each == facts[0] else f"of {each}" for each in facts]
-        return list(facts)
+    def check(own: dict[str, str], gather: Callable[[Any], list[Any]]) -> None:
+        group = SimpleNamespace(size=len(facts), gather=gather, name=lambda rank: f"rank {rank}")
+        consistency.check(cast(WorkerGroup, group), own, "at step 3")
 
-    group = SimpleNamespace(size=len(facts), gather=gather, name=lambda rank: f"rank {rank}")
+    def note(own: Any) -> list[Any]:
+        digests.append(own)
+        return [own]
+
+    digests: list[Any] = []
+    for each in facts:
+        check(each, note)
+    answers = iter([digests, list(facts)])
     try:
-        consistency.check(cast(WorkerGroup, group), facts[0], "at step 3")
+        check(facts[0], lambda _: next(answers))
     except RanksDisagree as error:
         return str(error)
     return ""
@@ -63,6 +68,7 @@ def said(*facts: dict[str, str]) -> str:
     ("facts", "expected"),
     [
         ([{"a": "1"}] * 3, ""),
+        ([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}], ""),
         ([{"a": "1"}, {"a": "2"}, {"a": "1"}], "a: rank 1 has '2'; 2 of 3 have '1'."),
         ([{"a": "1"}, {"a": "2"}, {"a": "2"}], "a: rank 0 has '1'; 2 of 3 have '2'."),
         ([{"a": "2"}, {"a": "1"}], "a: rank 1 has '1'; 1 of 2 have '2'."),  # a tie is root's
