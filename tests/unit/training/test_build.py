@@ -1037,9 +1037,9 @@ def test_figures_leave_out_the_step_that_is_not_finite_and_no_other(
 def test_so_many_updates_in_a_row_are_skipped_and_the_next_one_ends_the_run(
     batches: Pipeline, stepping: Callable[..., TrainStep]
 ) -> None:
-    """Steps without records are none of them; neither move averages, of weights and of the loss."""
-    words = {"non_finite": "skip", "max_skips_in_a_row": 2, "ema_decay": 0.5}
-    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    """Steps without records are none of them; neither move averages, of weights, of the loss and in layers."""
+    words, norm = {"non_finite": "skip", "max_skips_in_a_row": 2, "ema_decay": 0.5}, layers.BatchNormalization()
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), norm)
     step = stepping(batches, model, data={"on_bad_record": "skip"}, train=words)
     train_on = tf.function(lambda batch: step.train_on(batch, StepSize(None, is_full=False)), autograph=False)
     batch, failure = batches.scaled(next(batches.batches(0, epochs=1))), step.state.failure
@@ -1051,7 +1051,7 @@ def test_so_many_updates_in_a_row_are_skipped_and_the_next_one_ends_the_run(
     found, ends = [], []
     for kind in ("bad", "good", "empty", "bad", "empty", "bad", "bad", "bad"):
         found.append((bool(train_on(kinds[kind])), int(step.skipped), int(failure.step)))
-        averages = {name: each.numpy().tolist() for name, each in step.state.averages.variables.items()}
+        averages = [each.numpy().tolist() for each in (*step.state.averages.variables.values(), norm.moving_mean)]
         ends.append((averages, step.state.loss_average.numpy().tolist(), float(failure.last_loss)))
     skipped = (1, 1, 1, 2, 2, 3, 4, 5)
     assert found == [(number < 6, skips, 0 if number < 6 else 7) for number, skips in enumerate(skipped)]
@@ -1059,6 +1059,22 @@ def test_so_many_updates_in_a_row_are_skipped_and_the_next_one_ends_the_run(
     assert ends[1] != ends[0]
     assert ends[2] == ends[1]
     assert all(end[:2] == ends[1][:2] for end in ends[1:])
+
+
+def test_gradients_that_fail_a_step_late_are_told_with_the_loss_of_their_own_step(
+    batches: Pipeline, stepping: Callable[..., TrainStep]
+) -> None:
+    norm = layers.BatchNormalization()
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), norm)
+    step = stepping(batches, model, train={"synchronization": "stale"})
+    train_on = tf.function(lambda batch: step.train_on(batch, batches.size_of(0)), autograph=False)
+    batch, failure = batches.scaled(next(batches.batches(0, epochs=1))), step.state.failure
+    assert train_on(batch._replace(inputs=cast(tf.Tensor, batch.inputs) + np.nan))
+    assert np.all(np.isfinite(norm.moving_mean))
+    assert not train_on(batch._replace(weights=batch.weights + np.nan))  # not used, and of another step
+    assert int(failure.step) == 1
+    assert np.isnan(float(failure.loss))
+    assert int(failure.in_record) == 0
 
 
 class OfTwoRanks(OfOneRank):
