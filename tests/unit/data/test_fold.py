@@ -85,9 +85,15 @@ def test_a_fraction_is_evaluated_and_the_rest_trained_on(
     evaluated, used = shown(data, "eval", 2), shown(data, "train", 3, seed=2)
     assert len(evaluated) == held_out
     assert sorted(evaluated + used) == list(range(RECORDS))
-    digests = {open_records(DataConfig(**stored, **part), split).digest for split in ("train", "eval")
-               for part in ({}, {"fold": "1/5"}, {"eval_fraction": fraction}, {"eval_fraction": 0.3})}  # fmt: skip
-    assert len(digests) == 7  # without parts, both splits are the same
+    parts: list[dict[str, Any]] = [
+        {},
+        {"fold": "1/5"},
+        *({"eval_fraction": part} for part in (fraction, 1.004 * fraction)),
+    ]
+    digests = {
+        open_records(DataConfig(**stored, **part), split).digest for split in ("train", "eval") for part in parts
+    }
+    assert len(digests) == 7  # without parts, both splits are the same; the last two have equally many records
 
 
 @settings(max_examples=200)
