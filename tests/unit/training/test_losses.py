@@ -292,6 +292,15 @@ def test_steps_of_keras_get_the_weight_of_each_position_and_own_ones_that_of_eac
     assert tf.reshape(given, [-1]).numpy().tolist() == weights.numpy().tolist()
 
 
+def test_classes_have_weights_in_training_only() -> None:
+    """As in `fit`, whose validation has none."""
+    by_class = LossSpec("mse", class_weight={"0": 3})
+    for training in (True, False):
+        outputs = tf.TensorSpec((None, 1))
+        (_, _, *weights) = data_of(compiled("mse"), outputs, LABELS, by_class, training=training)
+        assert [each.numpy().ravel().tolist() for each in weights] == [[3.0, 1.0, 1.0, 1.0, 1.0, 3.0]] * training
+
+
 class InList(keras.Model):
     """Two outputs without names."""
 
