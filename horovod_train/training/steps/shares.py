@@ -283,8 +283,7 @@ def _of_all_ranks(base: type) -> type:
 def _divisor(loss: keras.losses.Loss, values: Any, outputs: Any, weights: Any) -> tf.Tensor | None:
     """Return what Keras divides the sum of the values by, as in keras.losses.Loss; None: by rows alone."""
     # Masks count in the dtype of the loss, as there.
-    nested = keras.tree.is_nested(outputs)
-    masks = [mask for mask in (None if nested else mask_of(outputs), mask_of(values)) if mask is not None]
+    masks = [mask for mask in (mask_of(outputs), mask_of(values)) if mask is not None]
     mask = None
     for each in masks:
         each = tf.cast(each, tf.bool)
