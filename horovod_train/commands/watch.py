@@ -414,11 +414,9 @@ def _stage(look: Look) -> tuple[bool, bool, bool]:
 def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:
     if before is None:
         return now.rows[-_FIRST_ROWS:]
-    known = len(before.rows)
-    if before.rows == now.rows[:known]:
-        return now.rows[known:]
-    # A resume has removed rows.
-    return [row for row in now.rows if row not in before.rows]
+    # A resume removes the last rows, and writes others.
+    changed = (at for at, (old, new) in enumerate(zip(before.rows, now.rows, strict=False)) if old != new)
+    return now.rows[next(changed, len(before.rows)) :]
 
 
 def _line(row: Row, look: Look) -> str:

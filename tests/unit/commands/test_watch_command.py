@@ -22,7 +22,7 @@ from horovod_train.commands.cli import open_screen
 from horovod_train.commands.watch import GONE_AFTER_S, Follower, draw, news, sparkline
 from horovod_train.main import main
 from horovod_train.output.lease import describe_me, open_lease, read_lease
-from horovod_train.output.metrics import TIMES, JsonLines, MetricsFile
+from horovod_train.output.metrics import TIMES, JsonLines, MetricsFile, Row
 from horovod_train.output.rank_log import end_file, introduction, make_folder, now, open_rank_log
 
 
@@ -128,6 +128,22 @@ def test_rows_that_a_resume_takes_back_are_gone(run: Run) -> None:
     after = follower.look()
     assert [row.step for row in after.rows] == [10, 20]
     assert list(news(before, after)) == ["train step 20 of 60  epoch 2  loss 0.25  verdict of 20"]
+
+
+def test_what_a_resume_takes_back_is_found_by_comparing_each_row_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train(*range(1, 301))
+    follower = Follower(run.folder)
+    before = follower.look()
+    run.metrics.rewind(100)
+    run.train(*range(101, 301), loss=5.0)
+    after = follower.look()
+    compared: list[Row] = []
+    for name, compare in (("__eq__", tuple.__eq__), ("__ne__", tuple.__ne__)):
+        monkeypatch.setattr(Row, name, lambda row, other, compare=compare: compared.append(row) or compare(row, other))
+    assert len(list(news(before, after))) == 200
+    assert 100 < len(compared) <= 600
 
 
 def test_a_line_that_is_being_written_waits_for_its_end(run: Run) -> None:
