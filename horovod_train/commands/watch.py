@@ -13,14 +13,14 @@ import argparse
 import os
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -61,8 +61,14 @@ _HIDDEN = ("_share", "own_s_per_step_", "slowest_rank", "s_per_step", "examples_
 """Parts of names of values that the verdict sums up, or that say what another one says."""
 _FIRST_ROWS = 10
 """How many lines of metrics a first look tells of."""
+_MOST_ROWS = 1000
+"""How many lines of a file are kept from one look to the next: memory does not grow with the run."""
+_MOST_MEANS = 2048
+"""How many points of a course are kept; even."""
 _MOST_GROUPS = 12
 """Lines about ranks: those in trouble come first."""
+
+T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +124,15 @@ class Look:
     ranks: Mapping[int, RankNow]
     """Of the last start, by rank."""
     rows: Sequence[Row]
-    """All of metrics.jsonl."""
+    """The newest of metrics.jsonl."""
+    rows_before: int
+    """How many lines of metrics.jsonl come before them."""
+    last_rows: Mapping[str, Row]
+    """The last of each split."""
+    courses: Mapping[tuple[str, str], Sequence[float]]
+    """Of each value of a split that is shown."""
     verdicts: Mapping[int, str]
-    """What limited training, by the step at which it was said."""
+    """What limited training, by the step at which it was said; the newest."""
     last_step: int | None
     """Where the run ends."""
     silent_s: float | None
@@ -142,6 +154,29 @@ class Look:
         if self.last_step is None or not known:
             return None
         return (self.last_step - self.step) * sum(known) / len(known)
+
+
+@dataclass
+class Course:
+    """The finite values of a metric, without huge ones; those of a long run as means of equally many of them."""
+
+    means: list[float] = field(default_factory=list)
+    _values_a_mean: int = 1
+    _waiting: int = 0
+    """How many values belong to the next mean."""
+    _sum: float = 0.0
+    """Of them."""
+
+    def add(self, value: float | None) -> None:
+        if value is None or abs(value) >= MOST_DRAWN:
+            return
+        self._waiting, self._sum = self._waiting + 1, self._sum + value
+        if self._waiting == self._values_a_mean:
+            self.means.append(self._sum / self._waiting)
+            self._waiting, self._sum = 0, 0.0
+        if len(self.means) == _MOST_MEANS:
+            self.means = [fmean(pair) for pair in zip(self.means[::2], self.means[1::2], strict=True)]
+            self._values_a_mean *= 2
 
 
 @dataclass
@@ -187,8 +222,11 @@ class Follower:
     """What the last `look` has found."""
     _tails: dict[str, _Tail] = field(default_factory=dict)
     _ranks: dict[int, RankNow] = field(default_factory=dict)
-    _rows: list[Row] = field(default_factory=list)
-    _verdicts: dict[int, str] = field(default_factory=dict)
+    _rows: Sequence[Row] = ()
+    _rows_read: int = 0
+    _last_rows: dict[str, Row] = field(default_factory=dict)
+    _courses: dict[tuple[str, str], Course] = field(default_factory=dict)
+    _verdicts: Sequence[tuple[int, str]] = ()
     _last_step: int | None = None
     _refreshed: tuple[float, float] | None = None
     """When the lease was refreshed, by the clock of its host; and when this process saw that, by its clock."""
@@ -218,7 +256,10 @@ class Follower:
         self.last = Look(
             run_dir=str(self.run_dir),
             ranks=ranks,
-            rows=tuple(self._rows),
+            rows=self._rows,
+            rows_before=self._rows_read - len(self._rows),
+            last_rows=dict(self._last_rows),
+            courses={name: tuple(course.means) for name, course in self._courses.items()},
             verdicts=dict(self._verdicts),
             last_step=self._last_step,
             silent_s=None if has_ended or is_starting else silent_s,
@@ -251,16 +292,22 @@ class Follower:
     def _read_rows(self) -> None:
         is_replaced, lines = self._new(self.run_dir / "metrics.jsonl")
         if is_replaced:
-            self._rows.clear()
-        self._rows.extend(metrics_in(lines))
+            self._rows_read, self._last_rows, self._courses = 0, {}, {}
+        self._rows = _newest_of(self._rows, map(self._noted, metrics_in(lines)), is_replaced)
         is_replaced, lines = self._new(self.run_dir / "times.jsonl")
-        if is_replaced:
-            self._verdicts.clear()
-        self._verdicts |= {
-            row["step"]: str(row["verdict"])
+        said = (
+            (row["step"], str(row["verdict"]))
             for row in objects_in(lines)
             if isinstance(row.get("step"), int) and "verdict" in row
-        }
+        )
+        self._verdicts = _newest_of(self._verdicts, said, is_replaced)
+
+    def _noted(self, row: Row) -> Row:
+        self._rows_read += 1
+        self._last_rows[row.split] = row
+        for name, value in _visible_values(row).items():
+            self._courses.setdefault((row.split, name), Course()).add(value)
+        return row
 
     def _silent_s(self) -> float | None:
         """Return for how long the lease of the directory has not been refreshed; infinity if its process has ended."""
@@ -285,6 +332,11 @@ class Follower:
             return False
         has_said = any(entry.time > root.began for entry in launched)
         return not has_said and self._unwritten_s() <= LAUNCH_SAYS_WITHIN_S
+
+
+def _newest_of(known: Sequence[T], new: Iterable[T], is_replaced: bool) -> Sequence[T]:
+    """Return the newest of what is known, and all that is new; only the newest if the file was replaced."""
+    return tuple(deque(new, _MOST_ROWS)) if is_replaced else (*known[-_MOST_ROWS:], *new)
 
 
 def _newest(ranks: Mapping[int, RankNow]) -> RankNow | None:
@@ -352,18 +404,15 @@ def _silence(silent_s: float) -> str:
 def _metrics(look: Look) -> Table:
     """Return the last values of each split, and the whole course of each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for split in dict.fromkeys(row.split for row in look.rows):
-        rows = [row for row in look.rows if row.split == split]
-        for name, value in _visible_values(rows[-1]).items():
-            course = [row.values.get(name) for row in rows]
-            cells = (split, name, _value(value), sparkline([each for each in course if each is not None]))
+    for split, row in look.last_rows.items():
+        for name, value in _visible_values(row).items():
+            cells = (split, name, _value(value), sparkline(look.courses[split, name]))
             table.add_row(*map(plain, cells))
     return table
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the whole course of values as one line of bars, from the smallest to the largest, without huge ones."""
-    values = [value for value in values if abs(value) < MOST_DRAWN]
+    """Return the whole course of values as one line of bars, from the smallest to the largest."""
     if len(values) < 2:
         return ""
     cells = min(_CELLS, len(values))
@@ -415,8 +464,10 @@ def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:
     if before is None:
         return now.rows[-_FIRST_ROWS:]
     # A resume removes the last rows, and writes others.
-    changed = (at for at, (old, new) in enumerate(zip(before.rows, now.rows, strict=False)) if old != new)
-    return now.rows[next(changed, len(before.rows)) :]
+    first = max(before.rows_before, now.rows_before)
+    known, rows = (look.rows[first - look.rows_before :] for look in (before, now))
+    changed = (at for at, (old, new) in enumerate(zip(known, rows, strict=False)) if old != new)
+    return rows[next(changed, len(known)) :]
 
 
 def _line(row: Row, look: Look) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pty
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,15 @@ class Run:
         for log in reversed(self.logs):  # root last: those who watch see the end of all
             log.end("done", 0, step=60, phase="train", error=None)
         self.lease.close()
+
+
+def write_losses(run: Run, losses: Iterable[float], more: str = "") -> None:
+    (run.folder / "metrics.jsonl").write_text(
+        "".join(
+            f'{{"step": {step}, "epoch": 1, "split": "train", "seconds": 1.0, "loss": {loss}{more}}}\n'
+            for step, loss in enumerate(losses)
+        )
+    )
 
 
 @pytest.fixture
@@ -337,12 +348,57 @@ def test_a_curve_goes_from_the_smallest_to_the_largest(values: list[float], line
     assert sparkline(values) == line
 
 
-def test_values_that_are_too_large_are_left_out_of_a_curve() -> None:
+def test_values_that_are_too_large_are_left_out_of_a_curve(run: Run) -> None:
     """The difference of such is infinite."""
-    assert sparkline([0.0, -1.7e308, 1.7e308, 7]) == "▁█"
-    assert sparkline([-1.7e308, 1.7e308]) == sparkline([1.7e308] * 100) == ""
+    write_losses(run, [0.0, -1.7e308, 1.7e308, 7])
+    assert shown(Follower(run.folder))[2].split() == ["train", "loss", "7", "▁█"]
+    write_losses(run, [-1.7e308, 1.7e308])
+    assert shown(Follower(run.folder))[2].split() == ["train", "loss", "1.7e+308"]
 
 
 def test_a_long_curve_keeps_its_course() -> None:
     assert sparkline([float(n) for n in range(1000)]) == "".join(sorted(sparkline([float(n) for n in range(1000)])))
     assert len(sparkline([1.0, 2.0] * 500)) == 24
+
+
+@pytest.mark.parametrize(("rows", "farthest"), [(2000, 0), (2047, 0), (30_011, 1)])
+def test_a_curve_is_drawn_from_all_values_also_of_a_long_run(run: Run, rows: int, farthest: int) -> None:
+    losses = [math.sin(step / rows * 9) + step % 7 for step in range(rows)]
+    write_losses(run, losses)
+    follower = Follower(run.folder)
+    expected, found = sparkline(losses), shown(follower)[2].split()[-1]
+    assert max(abs(ord(a) - ord(b)) for a, b in zip(expected, found, strict=True)) <= farthest
+    assert shown(follower)[2].split()[-1] == found
+
+
+def test_a_look_holds_as_much_of_a_long_run_as_of_a_shorter_one(run: Run) -> None:
+    def most_held(rows: int) -> int:
+        write_losses(run, map(float, range(rows)), ', "s_per_step": 0.5')
+        (run.folder / "times.jsonl").write_text(
+            "".join(f'{{"step": {step}, "verdict": "input {step}"}}\n' for step in range(rows))
+        )
+        follower = Follower(run.folder)
+        tracemalloc.start()
+        for _ in range(2):
+            shown(follower)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    shown(Follower(run.folder))  # what is imported once
+    assert most_held(9000) < 1.2 * most_held(3000)
+
+
+def test_all_lines_since_the_last_look_are_told_after_a_resume_too(run: Run) -> None:
+    write_losses(run, range(5000))
+    follower = Follower(run.folder)
+    before = follower.look()
+    assert len(list(news(None, before))) == 11
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "split": "train", "loss": 1}}\n' for step in range(5000, 8000))
+    after = follower.look()
+    assert [int(line.split()[2]) for line in news(before, after)] == list(range(5000, 8000))
+    run.metrics.rewind(7500)
+    assert list(news(after, follower.look())) == []
+    run.train(*range(7501, 7600))
+    assert [int(line.split()[2]) for line in news(after, follower.look())] == list(range(7501, 7600))
