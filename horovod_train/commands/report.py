@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -219,7 +220,10 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
 # --- its curves -------------------------------------------------------------------------------------------------
 
 MOST_POINTS = 1000
-"""Of one curve. A longer one is shown by the smallest and the largest value of each of half as many stretches."""
+"""Of one curve. A longer one is shown by the smallest and the largest value of each of half as many stretches.
+
+A timeline has as many stretches; see `thin_phases`.
+"""
 
 UNITS = {
     "examples_per_s": "examples / s, all ranks",
@@ -322,6 +326,22 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
     return [points[index] for index in sorted(indices)]
 
 
+def thin_phases(phases: Sequence[Phase], within_s: float) -> Iterator[Phase]:
+    """Yield the phases by their names in the legend; of those that begin within such a stretch, the sum of each name.
+
+    Only the last phase of a stretch may be longer than it. Its name comes last, so that others stay in their place.
+    """
+    for _, group in groupby(phases, key=lambda phase: phase.begin // within_s):
+        stretch, spent_s = list(group), dict[str, float]()
+        for phase in stretch:
+            name = phase.name if phase.name in _PHASES else "start"
+            spent_s[name] = spent_s.pop(name, 0.0) + phase.end - phase.begin
+        begin = stretch[0].begin
+        for name, length_s in spent_s.items():
+            yield Phase(name, begin, begin + length_s, None)
+            begin += length_s
+
+
 class Drawer:
     """Draws with matplotlib. Raises UserError if it is not installed."""
 
@@ -349,16 +369,18 @@ class Drawer:
 
     def timeline(self, run: Run, name: str) -> str:
         """Return an SVG with a bar for each start of a run, in the colours of its phases."""
-        unit, seconds = time_unit(max((start.end for start in run.starts), default=0.0))
+        longest_s = max((start.end for start in run.starts), default=0.0)
+        unit, seconds = time_unit(longest_s)
+        bars = [list(thin_phases(start.phases, longest_s / MOST_POINTS or 1.0)) for start in run.starts]
         with self._matplotlib.rc_context(_FIGURES):
             figure = self._figure.Figure(figsize=(6.4, 1.3 + 0.25 * len(run.starts)), layout="constrained")
             axes = figure.add_subplot()
             for color, phase_name in enumerate(_PHASES):
-                for row, start in enumerate(run.starts):
+                for row, phases in enumerate(bars):
                     spans = [
                         (phase.begin / seconds, (phase.end - phase.begin) / seconds)
-                        for phase in start.phases
-                        if phase_name == (phase.name if phase.name in _PHASES else "start")
+                        for phase in phases
+                        if phase.name == phase_name
                     ]
                     label = None if row else phase_name
                     axes.broken_barh(spans, (row - 0.4, 0.8), color=_color(color), label=label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import math
@@ -10,13 +11,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from horovod_train.commands.explain import resume_of
-from horovod_train.commands.report import MOST_POINTS, Chart, Drawer, build_charts, build_page, read_run, thin
+from horovod_train.commands.report import (
+    MOST_POINTS,
+    Chart,
+    Drawer,
+    Phase,
+    build_charts,
+    build_page,
+    read_run,
+    thin,
+    thin_phases,
+)
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.errors import UserError
 from horovod_train.main import main
@@ -208,6 +220,42 @@ def test_a_long_curve_keeps_its_peaks() -> None:
     assert len(kept) == MOST_POINTS
     assert set(kept) <= set(points)
     assert {(777, 50.0), (50_001, -50.0)} <= set(kept)
+
+
+def alternating(number: int, begin: float, end: float) -> tuple[Phase, ...]:
+    """So many phases of equal length, of three kinds."""
+    times = np.linspace(begin, end, number + 1).tolist()
+    kinds = cycle(("train", "evaluate", "reading an index"))
+    return tuple(Phase(kind, *times, None) for kind, times in zip(kinds, pairwise(times), strict=False))
+
+
+def test_a_timeline_of_many_phases_has_a_bounded_number_of_bars(tmp_path: Path) -> None:
+    run = read_run(run_dir(tmp_path / "a"))
+
+    def bars(phases: int) -> int:
+        first, last = (
+            dataclasses.replace(start, phases=alternating(phases, start.begin, start.end)) for start in run.starts
+        )
+        return Drawer().timeline(dataclasses.replace(run, starts=(first, last)), "timeline").count("<path")
+
+    assert bars(10) < bars(100) < bars(10_000) < 3 * MOST_POINTS
+
+
+def test_bars_of_many_phases_are_as_long_as_these_and_where_they_are() -> None:
+    phases = [*alternating(30_000, 5, 10_000), Phase("train", 10_000, 10_100, None)]
+    thinned = list(thin_phases(phases, 10.0))
+    for since in range(0, 10_100, 1000):
+        for name, shown in (("train", "train"), ("evaluate", "evaluate"), ("reading an index", "start")):
+            before, after = (
+                sum(max(0.0, min(each.end, since + 1000) - max(each.begin, since)) for each in among if each.name == of)
+                for among, of in ((phases, name), (thinned, shown))
+            )
+            assert abs(before - after) < 10, (since, name)
+
+
+def test_the_timeline_shows_phases_that_can_be_seen_as_they_are(tmp_path: Path) -> None:
+    for start in read_run(run_dir(tmp_path / "a")).starts:
+        assert list(thin_phases(start.phases, 0.041)) == [phase._replace(step=None) for phase in start.phases]
 
 
 def test_the_page_asks_no_server_and_has_each_id_once(tmp_path: Path) -> None:
