@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from math import isclose
 from pathlib import Path
 from statistics import fmean
 from typing import BinaryIO, TypeVar
@@ -418,7 +419,7 @@ def sparkline(values: Sequence[float]) -> str:
     cells = min(_CELLS, len(values))
     means = [fmean(values[n * len(values) // cells : (n + 1) * len(values) // cells]) for n in range(cells)]
     low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    scale = 0.0 if isclose(low, high) else (len(_BARS) - 1) / (high - low)  # means of equal values differ by rounding
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 

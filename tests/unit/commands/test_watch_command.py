@@ -361,6 +361,12 @@ def test_a_long_curve_keeps_its_course() -> None:
     assert len(sparkline([1.0, 2.0] * 500)) == 24
 
 
+@pytest.mark.parametrize("rows", [60, 1000, 9001])
+def test_the_curve_of_a_constant_is_flat(run: Run, rows: int) -> None:
+    write_losses(run, [0.1] * rows)
+    assert shown(Follower(run.folder))[2].split() == ["train", "loss", "0.1", "▁" * 24]
+
+
 @pytest.mark.parametrize(("rows", "farthest"), [(2000, 0), (2047, 0), (30_011, 1)])
 def test_a_curve_is_drawn_from_all_values_also_of_a_long_run(run: Run, rows: int, farthest: int) -> None:
     losses = [math.sin(step / rows * 9) + step % 7 for step in range(rows)]
