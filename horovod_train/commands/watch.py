@@ -10,6 +10,7 @@ what the files have gained since the last look; needs no TensorFlow, and changes
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import time
@@ -18,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from math import isclose
 from pathlib import Path
 from statistics import fmean
 from typing import BinaryIO, TypeVar
@@ -419,8 +419,8 @@ def sparkline(values: Sequence[float]) -> str:
     cells = min(_CELLS, len(values))
     means = [fmean(values[n * len(values) // cells : (n + 1) * len(values) // cells]) for n in range(cells)]
     low, high = min(means), max(means)
-    scale = 0.0 if isclose(low, high) else (len(_BARS) - 1) / (high - low)  # means of equal values differ by rounding
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    span = math.inf if math.isclose(low, high) else high - low  # means of equal values differ by rounding
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
 
 
 def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:

@@ -342,7 +342,15 @@ def test_bad_words_are_one_line(words: list[str], tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("values", "line"),
-    [([], ""), ([1], ""), ([1, 1], "▁▁"), ([0, 7], "▁█"), ([7, 0], "█▁"), (list(range(8)), "▁▂▃▄▅▆▇█")],
+    [
+        ([], ""),
+        ([1], ""),
+        ([1, 1], "▁▁"),
+        ([0, 7], "▁█"),
+        ([7, 0], "█▁"),
+        ([0, 5e-324], "▁█"),
+        (list(range(8)), "▁▂▃▄▅▆▇█"),
+    ],
 )
 def test_a_curve_goes_from_the_smallest_to_the_largest(values: list[float], line: str) -> None:
     assert sparkline(values) == line
