@@ -96,9 +96,12 @@ class Seeds:
     def set(self, step: tf.Tensor) -> None:
         """In the compiled step: set all of them. step: int64 scalar."""
         with tf.name_scope("dropout_seeds"):
+            counter = step * DRAWS_PER_STEP
+            # The cast below takes the lower 32 bits, which repeat after 2^22 steps; the upper ones change the key.
+            turn = tf.bitwise.right_shift(counter, tf.constant(32, tf.int64)) * 0x9E3779B1
             for variable, key in zip(self._variables, self.keys, strict=True):
-                counter = tf.cast(step * DRAWS_PER_STEP, tf.uint32)
-                variable.assign(tf.cast(tf.stack([tf.constant(key, tf.uint32), counter]), variable.dtype))
+                state = tf.stack([tf.bitwise.bitwise_xor(tf.constant(key, tf.int64), turn), counter])
+                variable.assign(tf.cast(tf.cast(state, tf.uint32), variable.dtype))
 
 
 def _seed_key(seed: int, rank: int, index: int) -> int:

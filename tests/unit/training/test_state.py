@@ -31,7 +31,7 @@ from horovod_train.training.state import (
     find_seeds,
 )
 from horovod_train.training.steps.optimizers import Optimizers
-from horovod_train.training.steps.step import Seeds
+from horovod_train.training.steps.step import DRAWS_PER_STEP, Seeds
 from horovod_train.training.sync import Stale, SyncParts
 
 
@@ -126,6 +126,21 @@ def test_draws_differ_by_rank_layer_step_and_within_a_step() -> None:
             seeds.set(tf.constant(step, tf.int64))
             drawn += [float(keras.random.uniform((), seed=each)) for each in generators for _ in range(2)]
     assert len(set(drawn)) == len(drawn) == 24
+
+
+@pytest.mark.parametrize("by_xla", [False, True])
+def test_draws_do_not_repeat_however_long_a_run_is(by_xla: bool) -> None:
+    """Steps times DRAWS_PER_STEP fill 32 bits after 2^22 steps."""
+    generator = keras.random.SeedGenerator(0)
+    seeds = Seeds([as_tf_variable(generator.state)], seed=1, rank=0)
+    set_seeds = tf.function(seeds.set, autograph=False, jit_compile=by_xla)
+    states = {}
+    for step in (0, 5, (1 << 22) - 1, 1 << 22, (1 << 22) + 5, 1 << 23, (1 << 24) + 5, 1 << 32, 1 << 40):
+        set_seeds(tf.constant(step, tf.int64))
+        states[step] = tuple(generator.state.numpy().tolist())
+    assert len(set(states.values())) == len(states)
+    early = {step: state for step, state in states.items() if step < 1 << 22}
+    assert early == {step: (seeds.keys[0], step * DRAWS_PER_STEP) for step in early}
 
 
 def test_variables_that_cannot_be_exchanged_are_named() -> None:
