@@ -185,7 +185,7 @@ class RunOutput(Output):
 
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
         self.tensorboard.add_config(step, config)
-        self._trackers.start(step, config, self._metrics.rows(), anew=anew)
+        self._trackers.start(step, config, self._metrics.rows, anew=anew)
 
     def finish_trackers(self, ended: Ended, *, timeout_s: float = math.inf) -> None:
         files = [self.directory / name for name in _TRACKER_FILES]

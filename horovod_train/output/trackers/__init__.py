@@ -37,11 +37,15 @@ class Trackers:
     def __init__(self, senders: Sequence[Sender] = ()) -> None:
         self._senders = senders
 
-    def start(self, step: int, config: Mapping[str, Any], rows: Iterable[metrics.Row], *, anew: bool) -> None:
-        """rows: of metrics.jsonl; of those until `step` each tracker gets what it lacks. For the rest see Sender."""
-        known = [_row_of(row) for row in rows if row.step <= step] if self._senders else []
+    def start(
+        self, step: int, config: Mapping[str, Any], rows: Callable[[], Iterable[metrics.Row]], *, anew: bool
+    ) -> None:
+        """rows: reads metrics.jsonl; of its rows until `step` each tracker gets what it lacks. For the rest see Sender.
+
+        The file may be written meanwhile.
+        """
         for sender in self._senders:
-            sender.start(step, config, known, anew=anew)
+            sender.start(step, config, lambda: (_row_of(row) for row in rows() if row.step <= step), anew=anew)
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
         # Plain numbers: what computes them may give NumPy's.

@@ -1,11 +1,13 @@
 """Hands rows of metrics to one tracker, from a thread, so that a tracker can neither slow down nor end training.
 
-Says what a tracker must do, but not what it does with rows, which wait in a bounded queue. trackers/NAME.json in the
-run directory holds the id of the run in that tracker, and what has been logged there.
+Says what a tracker must do, but not what it does with rows. Those of this start wait in a bounded queue; those of
+earlier starts are read again, one at a time. trackers/NAME.json in the run directory holds the id of the run in that
+tracker, and what has been logged there.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from horovod_train.config.registry import raised_at
 from horovod_train.errors import UserError, one_line
@@ -24,7 +26,7 @@ from horovod_train.output.files import Artifact, begins, json_text, must_be_writ
 from horovod_train.output.logs import ANY_RANK
 
 MOST_ROWS = 10_000
-"""Rows that wait; beyond them the oldest are dropped. Some tens of MB."""
+"""Of this start that wait; beyond them the oldest are dropped. Some tens of MB."""
 CONNECT_WITHIN_S = 120.0
 """How long the first start of a run waits for a tracker."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -47,6 +49,9 @@ class Row(NamedTuple):
     split: str
     values: Mapping[str, float]
     time: float
+
+
+ReadRows: TypeAlias = "Callable[[], Iterable[Row]]"
 
 
 class Tracker(Protocol):
@@ -145,21 +150,20 @@ class Sender:
         """Guards _rows, _end and _lost, and tells that they have changed."""
         self._end: tuple[Ended, Sequence[Path]] | None = None
         self._lost = 0
-        self._is_failing = self._has_refused = self._is_finished = False
+        self._is_failing = self._has_refused = self._has_caught_up = self._is_finished = False
         self._thread: threading.Thread | None = None
 
-    def start(self, step: int, config: Mapping[str, Any], rows: Iterable[Row], *, anew: bool) -> None:
+    def start(self, step: int, config: Mapping[str, Any], rows: ReadRows, *, anew: bool) -> None:
         """Begin or continue the run in the tracker; then send it the rows that it lacks.
 
-        rows: of the run so far, until `step`. anew: begin another run, even if the directory names one.
-        Raises UserError if a run cannot begin. A run that continues does not wait for its tracker.
+        rows: reads those of the run so far, until `step`; called in the thread. anew: begin another run, even if the
+        directory names one. Raises UserError if a run cannot begin. A run that continues does not wait for its tracker.
         """
         if not anew:
             self._record.load()
-        self._rows.extend(rows)
         begin = partial(self._begin, step, config)
         begun: Future[None] | None = Future() if self._record.run_id is None else None
-        self._thread = threading.Thread(target=self._work, args=(begin, begun), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(begin, begun, rows), name=self._name, daemon=True)
         self._thread.start()
         if begun is not None:
             self._wait_for(begun)
@@ -186,11 +190,13 @@ class Sender:
         is_running, self._thread = self._thread.is_alive(), None
         with self._changed:
             lost = self._lost + len(self._rows)
-        no_answer = " It had not answered when the run ended." if is_running else ""
+        also = " It had not answered when the run ended." if is_running else ""
+        if not self._has_caught_up:
+            also = f" It may also lack rows of earlier starts.{also}"
         if lost:
-            self._warn(f"lacks {lost} row{'s' * (lost > 1)} of metrics, which metrics.jsonl has.{no_answer}")
+            self._warn(f"lacks {lost} row{'s' * (lost > 1)} of metrics, which metrics.jsonl has.{also}")
         elif not self._is_finished:
-            self._warn(f"may lack the files and the end of the run.{no_answer}")
+            self._warn(f"may lack the files and the end of the run.{also}")
 
     def _wait_for(self, begun: Future[None]) -> None:
         try:
@@ -202,7 +208,7 @@ class Sender:
             why = self._describe(error) if begun.done() else f"no answer within {CONNECT_WITHIN_S:.0f} s."
             raise UserError(f"log.trackers: {self._name}: cannot begin a run: {why}") from error
 
-    def _work(self, begin: Callable[[], None], begun: Future[None] | None) -> None:
+    def _work(self, begin: Callable[[], None], begun: Future[None] | None, rows: ReadRows) -> None:
         """Run in the thread. begun: gets the outcome of the first start of a run."""
         if begun is None:
             if not self._repeat_until_success("continue the run", begin):
@@ -215,7 +221,7 @@ class Sender:
                 begun.set_exception(error)
                 return
             begun.set_result(None)
-        for row in self._take_rows():
+        for row in itertools.chain(self._read(rows), self._take_rows()):
             if not self._repeat_until_success(f"log step {row.step}", partial(self._send, row)):
                 return
         assert self._end is not None
@@ -233,6 +239,14 @@ class Sender:
         if last_steps := getattr(self._tracker, "last_steps", None):
             record.logged = dict(last_steps())
         record.save()
+
+    def _read(self, rows: ReadRows) -> Iterator[Row]:
+        """Yield the rows of earlier starts, as far as they can be read."""
+        try:
+            yield from rows()
+            self._has_caught_up = True
+        except UserError as error:
+            self._warn(f"may lack rows of earlier starts: {error}")
 
     def _take_rows(self) -> Iterator[Row]:
         """Yield rows until the run ends. A row stays in the queue until it is sent, and may be dropped from there."""

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from user_trackers import Noted
 from horovod_train.config.loader import as_dict, load
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
+from horovod_train.output import metrics
 from horovod_train.output.run_dir import Output, open_output
 from horovod_train.output.trackers import Trackers, build_trackers
 from horovod_train.output.trackers.sender import Ended, Row, Sender
@@ -59,10 +60,16 @@ class Kept(Noted):
         return [row.step for row in self.rows]
 
 
-def started(tracker: Any, run_dir: Path, step: int = 0, anew: bool = False, **options: Any) -> Trackers:
+def started(
+    tracker: Any,
+    run_dir: Path,
+    step: int = 0,
+    anew: bool = False,
+    rows: Callable[[], Iterable[metrics.Row]] = tuple,
+    **options: Any,
+) -> Trackers:
+    """Return trackers of a run. rows: of earlier starts."""
     trackers = Trackers([Sender("kept", tracker, run_dir, pause_s=0.01, **options)])
-    path = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     trackers.start(step, CONFIG, rows, anew=anew)
     return trackers
 
@@ -232,6 +239,50 @@ def test_a_slow_tracker_is_not_waited_for_and_what_is_dropped_is_counted(tmp_pat
     assert said == ["warning: log.trackers: kept: lacks 6 rows of metrics, which metrics.jsonl has."]
 
 
+@pytest.mark.parametrize(("run", "lacking"), [("run 1", (8, 9)), ("another", range(1, 10))])
+def test_rows_of_earlier_starts_neither_wait_nor_are_lost(
+    run: str, lacking: Sequence[int], tmp_path: Path, said: list[str]
+) -> None:
+    """Also if the run is gone from the tracker, which then lacks all of them."""
+    first = started(Kept(), tmp_path)
+    write(first, *range(1, 8))
+    first.finish("stopped", [])
+    read: list[int] = []
+
+    class Late(Kept):
+        def start(self, *about: Any) -> str:
+            assert self.is_open.wait(60)
+            return run
+
+    def rows() -> Iterator[metrics.Row]:
+        for step in range(1, 13):
+            read.append(step)
+            yield metrics.Row(step, 0, "train", 0.0, {"loss": 1.0})
+
+    tracker = Late()
+    tracker.is_open.clear()
+    trackers = started(tracker, tmp_path, step=9, rows=rows, most_rows=4)
+    write(trackers, 10, 11)
+    assert read == []
+    tracker.is_open.set()
+    trackers.finish("done", [])
+    assert tracker.steps == [*lacking, 10, 11]
+    assert [line for line in said if "lack" in line] == []
+
+
+def test_rows_of_earlier_starts_that_cannot_be_read_cost_only_themselves(tmp_path: Path, said: list[str]) -> None:
+    def rows() -> Iterator[metrics.Row]:
+        yield metrics.Row(1, 0, "train", 0.0, {})
+        raise UserError("the disk is gone.")
+
+    tracker = Kept()
+    trackers = started(tracker, tmp_path, step=9, rows=rows)
+    write(trackers, 10)
+    trackers.finish("done", [])
+    assert tracker.steps == [1, 10]
+    assert said == ["warning: log.trackers: kept: may lack rows of earlier starts: the disk is gone."]
+
+
 def test_a_tracker_that_never_answers_does_not_keep_the_run_from_ending(tmp_path: Path, said: list[str]) -> None:
     tracker = Kept()
     tracker.is_open.clear()
@@ -273,7 +324,7 @@ def test_a_call_that_fails_while_the_run_ends_is_made_once_more(tmp_path: Path, 
 
     tracker = Late()
     sender = Sender("kept", tracker, tmp_path, pause_s=0.01)
-    sender.start(0, CONFIG, [], anew=False)
+    sender.start(0, CONFIG, tuple, anew=False)
     for step in (1, 2, 3):
         sender.write(Row(step, 0, "train", {}, 0.0))
     sender.wait_until_finished(time.monotonic() + 300)
