@@ -360,9 +360,9 @@ class Lines(Appender):
     def append(self, line: str) -> None:
         self.add(f"{line}\n".encode())
 
-    def read(self) -> list[str]:
-        """Return the lines in the file. Raises OSError."""
-        return list(each_line(self.path)) if self.path.exists() else []
+    def read(self) -> Iterator[str]:
+        """Yield the lines in the file. Raises OSError."""
+        return each_line(self.path) if self.path.exists() else iter(())
 
     def keep(self, is_kept: Callable[[str], bool], artifact: Artifact) -> None:
         """Remove the lines that are not kept, from a file that matches `artifact`. Raises OSError."""

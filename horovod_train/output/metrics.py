@@ -155,10 +155,10 @@ class MetricsFile(JsonLines):
             self._lines.keep(lambda line: not _is_evaluation_at(step, line), METRICS)
         self.last = {row.split: row.values for row in self.rows()}
 
-    def rows(self) -> list[Row]:
-        """Return the rows, without what a kill has cut short. Raises UserError."""
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows, without what a kill has cut short. Raises UserError."""
         with must_be_writable(self._lines.path):
-            return list(metrics_in(self._lines.read()))
+            yield from metrics_in(self._lines.read())
 
 
 def _is_evaluation_at(step: int, line: str) -> bool:

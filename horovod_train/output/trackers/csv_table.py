@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -59,7 +59,7 @@ class _Table:
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
         check(self._lines.path, _TABLE)
-        lines = self._lines.read()
+        lines = list(self._lines.read())
         rows = _rows_in(lines[:-1] if is_cut_short(self._lines.path) else lines)
         self._columns = rows[0] if rows else [*_FIRST_COLUMNS]
         kept_rows = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
@@ -91,7 +91,7 @@ class _Table:
         write_atomically(self._lines.path, text, _TABLE)
 
 
-def _rows_in(lines: Sequence[str]) -> list[list[str]]:
+def _rows_in(lines: Iterable[str]) -> list[list[str]]:
     """Return the rows of a table. The name of a value may have line breaks, so that the first row has several lines."""
     return list(csv.reader(f"{line}\n" for line in lines))
 

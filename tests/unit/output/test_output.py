@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from horovod_train.config.settings import LogConfig, Spec
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
 from horovod_train.output import rank_log
 from horovod_train.output.files import Lines
-from horovod_train.output.metrics import Aside
+from horovod_train.output.metrics import Aside, MetricsFile
 from horovod_train.output.run_dir import Output, RunOutput, check_writable, open_output
 from horovod_train.training import run
 
@@ -52,6 +54,26 @@ def test_an_evaluation_that_will_be_made_again_is_taken_back(tmp_path: Path) -> 
         assert again.last_metrics("eval") == {"loss": 0.05 if is_evaluated else 0.1}
         again.close()
         assert steps(tmp_path) == kept
+
+
+def test_a_resume_holds_no_more_than_some_rows_in_memory(tmp_path: Path) -> None:
+    rows = MetricsFile(tmp_path)
+    for step in range(1_000):
+        rows.write(step, 0, "train", {f"metric {number}": step / 7 for number in range(40)})
+        rows.write(step, 0, "eval", {"loss": 1.0 / (1 + step)})
+    rows.close()
+    output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=True)
+    tracemalloc.start()
+    try:
+        output.start_trackers(999, as_dict(Config()), anew=False)
+        output.rewind(999, is_evaluated=False)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert output.last_metrics("eval") == {"loss": 1.0 / 999}
+    output.close()
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    assert most < size / 4, (most, size)
 
 
 def test_metrics_whose_last_line_lacks_its_end_are_continued_on_a_line_of_their_own(tmp_path: Path) -> None:
