@@ -256,7 +256,8 @@ class BatchSource(ABC):
         """
         steps, chunk = self.steps_per_epoch, self.steps_per_chunk
         count = -1 if epochs is None else -(-(steps - first_step) // chunk) + (epochs - 1) * -(-steps // chunk)
-        feed = Feed(self._load(self.step_ranges(epoch, first_step, epochs)), self._specs, self._set_failure)
+        items = self._load(self.step_ranges(epoch, first_step, epochs))
+        feed = Feed(items, self._specs, self._set_failure, self._free_queues)
         data = self._dataset(feed.dataset(count))
         feed.start()
         return data
@@ -269,8 +270,13 @@ class BatchSource(ABC):
 
     @cached_property
     def element_spec(self) -> Batch:
-        chunks = self._dataset(Feed(iter(()), self._specs, self._set_failure).dataset(0))
+        chunks = self._dataset(Feed(iter(()), self._specs, self._set_failure, self._free_queues).dataset(0))
         return tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), chunks.element_spec)
+
+    @cached_property
+    def _free_queues(self) -> list[tf.queue.FIFOQueue]:
+        """Of passes that have ended, for the next."""
+        return []
 
     @property
     @abstractmethod
@@ -377,25 +383,37 @@ class BatchSource(ABC):
 
 
 class Feed:
-    """Enqueues the iterator's items, one item ahead. When the iterator ends or raises, the queue is closed."""
+    """Enqueues the iterator's items, one item ahead. If it raises, or ends before its reader does, closes the queue."""
 
     def __init__(
         self,
         items: Iterator[Sequence[np.ndarray | tf.Tensor]],
         specs: Sequence[tf.TensorSpec],
         on_failure: Callable[[Exception], None],
+        free_queues: list[tf.queue.FIFOQueue] | None = None,
     ) -> None:
         """Call `on_failure` with the error if the items end early; the reader of the queue only sees that it is closed.
 
-        specs: of what each item holds.
+        specs: of what each item holds. free_queues: of such items; gets the queue back when all items have been taken.
         """
         self._items, self._specs, self._on_failure = items, specs, on_failure
-        with tf.device("cpu:0"):
-            self.queue = tf.queue.FIFOQueue(1, [spec.dtype for spec in specs])
+        # TensorFlow keeps each queue until the process ends, with what is in it: its cache of kernels refers to it.
+        self._free_queues = [] if free_queues is None else free_queues
+        if self._free_queues:
+            self.queue = self._free_queues.pop()
+        else:
+            with tf.device("cpu:0"):
+                self.queue = tf.queue.FIFOQueue(1, [spec.dtype for spec in specs])
+        self._left = -1
+        """How many items its reader still waits for; negative: for all."""
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     def dataset(self, items: int) -> tf.data.Dataset:
-        """Return this many items as elements; -1 for all. The thread ends with the dataset. Starts nothing."""
+        """Return this many items as elements; -1 for all. The thread ends with the dataset. Starts nothing.
+
+        Call it once; iterate the dataset once.
+        """
+        self._left = items
         data = tf.data.Dataset.range(2**62 if items < 0 else items)
         data = data.map(tf.autograph.experimental.do_not_convert(self._dequeue))
         # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
@@ -406,13 +424,21 @@ class Feed:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, even in the middle of an item. Safe to call at any time.
+        """End the thread, even in the middle of an item; free the queue, or at least what it holds.
+
+        Call it once, when nothing is read any more. Safe at any time.
 
         Also when Python frees a dataset while a function is traced: as a part of that graph the call would wait for
         ever for a lock that the trace holds.
         """
         with tf.init_scope():
+            if self._left == 0 and self.queue.size() == 0:
+                self._free_queues.append(self.queue)
+                return
+            # Its reader may still wait for an item, and would take one of the next Feed.
             self.queue.close(cancel_pending_enqueues=True)
+            with contextlib.suppress(tf.errors.OutOfRangeError):
+                self.queue.dequeue()  # the only item: TensorFlow keeps the queue
 
     def _run(self) -> None:
         with contextlib.suppress(tf.errors.CancelledError):  # stopped
@@ -420,12 +446,14 @@ class Feed:
                 with tf.device("cpu:0"):
                     for item in self._items:
                         self.queue.enqueue(item)
+                        self._left -= 1
             except tf.errors.CancelledError:
                 raise
             except Exception as error:
                 self._on_failure(error)
             finally:
-                self.queue.close()
+                if self._left != 0:
+                    self.queue.close()
 
     def _dequeue(self, _: tf.Tensor) -> tuple[tf.Tensor, ...]:
         values = self.queue.dequeue()

@@ -9,6 +9,8 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -499,6 +501,60 @@ def test_a_dataset_may_be_freed_while_a_function_is_traced() -> None:
 
     traced()
     assert feed.queue.is_closed()
+
+
+def wait_for_feeds() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "feed":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_passes_that_end_share_a_queue_which_tensorflow_keeps_until_the_process_ends(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues = []
+
+    def noted_queue(*arguments: Any, make: Any = tf.queue.FIFOQueue) -> Any:
+        queues.append(make(*arguments))
+        return queues[-1]
+
+    monkeypatch.setattr(tf.queue, "FIFOQueue", noted_queue)
+    made = pipeline(config(images, shuffle=False), training=False)
+    for _ in range(5):
+        found = made.batches(0, epochs=1)
+        assert sorted(number for batch in found for number in batch.ids.numpy() if number >= 0) == list(range(RECORDS))
+        wait_for_feeds()
+        del found
+        gc.collect()
+    assert len(queues) == 1
+    given_up = made.batches(0)
+    next(given_up)
+    del given_up
+    gc.collect()
+    wait_for_feeds()
+    assert [(bool(queue.is_closed()), int(queue.size())) for queue in queues] == [(True, 0)]
+    assert len(list(made.batches(0, epochs=1))) == made.steps_per_epoch
+    assert len(queues) == 2
+
+
+def test_what_a_reader_leaves_is_freed() -> None:
+    enqueued = threading.Event()
+
+    def items() -> Iterator[list[np.ndarray]]:
+        yield [np.zeros(4)] * 2
+        enqueued.set()
+
+    free: list[tf.queue.FIFOQueue] = []
+    feed = Feed(items(), [tf.TensorSpec([None], tf.float64)] * 2, print, free)
+    data = feed.dataset(1)
+    feed.start()
+    assert enqueued.wait(60)
+    wait_for_feeds()
+    assert feed.queue.size() == 1
+    del data
+    gc.collect()
+    assert (feed.queue.size(), free) == (0, [])
 
 
 def test_a_process_ends_while_its_pipeline_still_has_more(images: Path) -> None:
