@@ -49,7 +49,7 @@ class Drift(NamedTuple):
     ranks_apart: float
     """The root mean square over ranks of ‖value − mean‖."""
     moves: Mapping[str, Moves]
-    """By the path of each parameter; only on root, and empty before the first average."""
+    """By the path of each parameter; only on root."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,10 @@ class SyncStrategy:
         return step
 
     def drift(self) -> Drift | None:
-        """Collective: return how far ranks move apart between exchanges; None if they do not."""
+        """Collective: return how far ranks move apart between exchanges; None if they do not, or before the first one.
+
+        The first one of this start: a checkpoint does not say what was measured before it.
+        """
         return None
 
 
@@ -219,10 +222,11 @@ class Local(SyncStrategy):
     def next_sync_step(self, step: int) -> int:
         return -(-step // self.every) * self.every
 
-    def drift(self) -> Drift:
+    def drift(self) -> Drift | None:
+        if not bool(self.has_averaged):  # alike on all ranks, which average at the same steps
+            return None
         (mean,) = self.group.average([self.squared_distance.numpy()])
-        moves = self._moves() if bool(self.has_averaged) else {}
-        return Drift(math.sqrt(float(mean)), moves)
+        return Drift(math.sqrt(float(mean)), self._moves())
 
     def _moves(self) -> dict[str, Moves]:
         moves = np.stack([self.changes.numpy(), self.squared_distances.numpy()])

@@ -129,9 +129,7 @@ def test_a_local_average_is_of_all_that_moves_and_tells_how_far_it_moved(model: 
     )
     local = Local(parts)
     before = [weight.numpy() for weight in model.trainable_variables]
-    first = local.drift()
-    assert first is not None
-    assert not first.moves
+    assert local.drift() is None
     for step in range(2):
         gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
         local.exchange(doubled, gradients, model.trainable_variables, tf.constant(step, tf.int64))
@@ -213,6 +211,32 @@ def test_weights_with_one_path_have_names_of_their_own() -> None:
     named = by_unique_name([("a", first), ("a", second), ("b", other), ("a", third)])
     assert list(named) == ["a", "a#2", "b", "a#3"]
     assert all(a is b for a, b in zip(named.values(), (first, second, other, third), strict=True))
+
+
+class Averaging:
+    """A rank of two, of which the other has weights that are larger by 2."""
+
+    size, rank, is_root = 2, 0, True
+
+    def average_in_step(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return tensor + 1.0
+
+    def average(self, arrays: Sequence[Any]) -> list[Any]:
+        return list(arrays)
+
+    def to_root(self, rows: Any) -> Any:
+        return rows
+
+
+def test_how_far_local_steps_move_ranks_apart_is_not_told_before_the_first_average(model: keras.Model) -> None:
+    """As after a start: 0 would say that they are equal, and the figure of the start before is not saved."""
+    config = TrainConfig(synchronization="local", average_every_steps=4)
+    local = Local(SyncParts(config, cast(WorkerGroup, Averaging()), model, doubled))
+    assert local.drift() is None
+    assert local.settle(3)
+    assert (drift := local.drift()) is not None
+    assert drift.ranks_apart == pytest.approx(5**0.5)  # of the square root of the number of weights
+    assert set(drift.moves) == {weight.path for weight in model.trainable_variables}
 
 
 def test_every_value_of_the_setting_has_a_strategy() -> None:
