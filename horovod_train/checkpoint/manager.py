@@ -89,10 +89,11 @@ class Store:
     def seek_best_anew(self) -> None:
         """Keep the best checkpoint of before, if there is one: no best evaluation is known when the run starts."""
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, best: int | None = None) -> None:
         """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
 
-        Raises UserError if that fails.
+        best: the step of the best one so far, at which the link must point; a kill may have come before. Raises
+        UserError if checkpoints cannot be set aside.
         """
 
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
@@ -171,7 +172,7 @@ class CheckpointStore(Store):
     def seek_best_anew(self) -> None:
         self.checkpoints.former_best = self.checkpoints.linked_best()
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, best: int | None = None) -> None:
         path = self.checkpoints.folder
         try:
             for later_step in [later_step for later_step in steps_in(path) if later_step > step]:
@@ -181,6 +182,8 @@ class CheckpointStore(Store):
         except OSError as error:
             what = f"{path}: is from before the resume at step {step}, and cannot be renamed"
             raise unusable(what, error, "Choose another --output-dir.") from error
+        if best is not None:
+            self._mark_best(best)
 
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         self.wait()
@@ -331,8 +334,8 @@ class CheckpointSet:
         If the checkpoint of `step` was not saved, or saving failed, the link keeps pointing at the best saved one.
         """
         link = self.folder / BEST
-        if self.path_of(step).exists():
-            if self.former_best is not None and self.linked_best() == self.former_best != step:
+        if self.path_of(step).exists() and self.linked_best() != step:
+            if self.former_best is not None and self.linked_best() == self.former_best:
                 replace(link, link.with_name(f"{FORMER_BEST}{step_name(self.former_best)}"), _LINK)
             draft = link.with_name(f".{BEST}")
             remove(draft, _LINK)

@@ -137,7 +137,9 @@ def _begin_files(run: Run, *, is_told: bool) -> Audit:
         _check_room(run, first_step)
         is_anew = run.config.checkpoint.resume == "never"
         run.output.start_trackers(first_step, as_dict(run.config), anew=is_anew)
-        run.store.rewind(first_step)  # before metrics are removed: a kill in between leaves them beside the checkpoint
+        best = int(run.parts.best.step) if run.config.checkpoint.best else -1
+        # Before metrics are removed: a kill in between leaves them beside the checkpoint.
+        run.store.rewind(first_step, best if best >= 0 else None)
         run.output.rewind(first_step, is_evaluated=run.parts.eval is None or is_evaluated(run, first_step))
         run.output.write_config(dump(run.config), held_back=is_told)
         audit = _open_audit(run)

@@ -896,6 +896,29 @@ def test_the_link_to_the_best_goes_with_what_it_points_at(run: Run) -> None:
     assert not os.path.lexists(run.folder / "best")
 
 
+def test_a_start_makes_the_link_to_the_best_that_a_kill_has_prevented(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may have come to its end with that save, so that no other one does."""
+    run.save(100, 200, best=Best("loss", 0.5, 100))
+    monkeypatch.setattr(run.store, "_remove_old", lambda facts: None)  # which comes after the rename
+    run.save(300, best=Best("loss", 0.4, 300))
+    link = run.folder / "best"
+    again = Run(run.directory)
+    assert again.found() == 300
+    assert os.readlink(link) == run.place(100).name  # a start that is refused has changed nothing
+    again.store.rewind(300, best=300)
+    assert os.readlink(link) == run.place(300).name
+    made = link.lstat().st_ino
+    Run(run.directory).store.rewind(300, best=300)
+    assert link.lstat().st_ino == made
+    Run(run.directory).store.rewind(200, best=100)  # as with the path of an older one
+    assert os.readlink(link) == run.place(100).name
+    Run(run.directory).store.rewind(200, best=150)  # which was not saved
+    assert os.readlink(link) == run.place(100).name
+    assert not [line for line in again.said if "cannot" in line]
+
+
 def test_the_best_of_before_stays_where_the_best_is_sought_anew(tmp_path: Path) -> None:
     """As with another metric, or other records to evaluate on: no later value says that it is the worse model."""
     run = Run(tmp_path / "run", keep=1).save(100, best=Best("accuracy", 0.5, 100)).save(200)
