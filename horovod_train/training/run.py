@@ -39,7 +39,7 @@ from horovod_train.training.hooks.evaluate import (
     saved_state,
 )
 from horovod_train.training.hooks.log import LogTraining
-from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement, place, saving
+from horovod_train.training.hooks.save import Save, check_agreement, place, save_by_time, saving
 from horovod_train.training.initial_state import (
     check_contents,
     how_built,
@@ -195,8 +195,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     held: what the model computes with besides weights, for checkpoints.
     """
     config, profiled = run.config, run.config.log.profile_at_steps
-    per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes
-    first_step = int(run.state.step)
+    first_step, per_call = int(run.state.step), config.train.steps_per_call
     per_epoch = run.parts.train.steps_per_epoch
     # Short epochs have a line each, of all their steps, which also shows the evaluation at their end.
     is_by_epoch = run.parts.eval is not None and config.eval.every_epochs == 1 and per_epoch < config.log.every_steps
@@ -228,7 +227,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
             if config.checkpoint.best
         ),
         every(config.train.check_agreement_every_steps, check_agreement),
-        every(per_call if minutes is not None else None, SaveByTime(run, minutes or 0.0, save)),
+        save_by_time(run, config.checkpoint.every_minutes, save, per_call),
         every(config.checkpoint.every_steps, save),
         every(epochs(config.checkpoint.every_epochs), save),
         every(None, save.at_end, at_end="always"),

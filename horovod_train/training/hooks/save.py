@@ -11,6 +11,7 @@ from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.data.schema import settings_of
 from horovod_train.distributed import consistency
+from horovod_train.training.hooks import Hook, every
 from horovod_train.training.open_run import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.stopping import PeriodicSync
@@ -77,7 +78,16 @@ class Save:
             self(run, step)
 
 
-class SaveByTime:
+def save_by_time(run: Run, minutes: float | None, save: Save, steps_per_call: int) -> Hook:
+    """Make a hook that saves every `minutes`, or never, after a call at whose end ranks exchange anyway.
+
+    A save makes ranks equal, so that elsewhere the result of the run would depend on the clock.
+    """
+    steps = run.state.synchronization.next_sync_step(steps_per_call)
+    return every(None if minutes is None else steps, _SaveByTime(run, minutes or 0.0, save))
+
+
+class _SaveByTime:
     """Saves every `minutes` by root's clock, which all ranks read about once a second, after a call."""
 
     def __init__(self, run: Run, minutes: float, save: Save) -> None:

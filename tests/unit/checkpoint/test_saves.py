@@ -21,7 +21,7 @@ from horovod_train.checkpoint import manager
 from horovod_train.checkpoint.layout import CHECKPOINTS, Facts, open_checkpoint, steps_in, verify
 from horovod_train.checkpoint.manager import CheckpointStore, Store
 from horovod_train.checkpoint.tensors import read_arrays, write
-from horovod_train.config.settings import Config, Spec
+from horovod_train.config.settings import Config, Spec, TrainConfig
 from horovod_train.data.audit import Audit
 from horovod_train.data.model_inputs import ModelInputs
 from horovod_train.distributed.layer_contents import contents
@@ -30,11 +30,12 @@ from horovod_train.output.run_dir import Output, RunOutput
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.hooks import every
 from horovod_train.training.hooks.evaluate import build_callback_hooks
-from horovod_train.training.hooks.save import Save
+from horovod_train.training.hooks.save import Save, save_by_time
 from horovod_train.training.open_run import Stopwatch
 from horovod_train.training.state import Copies, TrainState
 from horovod_train.training.steps.figures import Figures
 from horovod_train.training.steps.optimizers import Optimizers
+from horovod_train.training.sync import Local, SyncParts
 
 VALUES: dict[str, np.ndarray] = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -119,7 +120,7 @@ class Impatient(CheckpointStore):
 class Alone:
     """A group of one rank, whose sums are its own numbers."""
 
-    rank, size, is_root = 0, 1, True
+    rank, size, is_root, exchange = 0, 1, True, "mpi"
     heartbeat = Heartbeat()
 
     def sum(self, arrays: Sequence[Any]) -> list[np.ndarray]:
@@ -246,6 +247,24 @@ def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
         state = found.facts.callbacks
         written.append((tmp_path / "checkpoints" / found.folder.name).stat().st_ino)
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("average_every", "per_call", "steps"),
+    [(None, 2, [2, 4, 6, 8, 10, 12]), (5, 2, [5, 10]), (2, 5, [6, 12]), (3, 3, [3, 6, 9, 12])],
+)
+def test_the_clock_decides_only_among_steps_at_which_ranks_exchange_anyway(
+    tmp_path: Path, average_every: int | None, per_call: int, steps: list[int]
+) -> None:
+    """Each save of local steps averages the weights: at steps of the clock's the result would depend on the clock."""
+    run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
+    if average_every:
+        local = TrainConfig(synchronization="local", average_every_steps=average_every)
+        run.state.synchronization = Local(SyncParts(local, run.group, run.state.model, list))
+    hook = save_by_time(run, 0.5, Save(run, 0, Audit(), Copies(), {}), steps_per_call=per_call)
+    assert [step for step in range(1, 13) if hook.is_due(step)] == steps
+    unasked = save_by_time(run, None, Save(run, 0, Audit(), Copies(), {}), steps_per_call=per_call)
+    assert not any(map(unasked.is_due, range(1, 13)))
 
 
 def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
