@@ -135,13 +135,14 @@ class Callbacks:
 
     epoch_ended_at: the step after which on_epoch_end was called last; train_ended_at: on_train_end. epoch_begun: the
     epoch for which on_epoch_begin was called last. batch_begun_at: the step before which on_train_batch_begin was.
-    have_stopped: whether one has ended the run.
+    have_stopped: whether one has ended the run. hooks_left_at: the step whose evaluation was interrupted, so that the
+    hooks of users are to be called there when the run resumes; -1: none.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.named = list(named)
         self.epoch_ended_at, self.train_ended_at, self.epoch_begun, self.batch_begun_at = 0, -1, -1, -1
-        self.have_stopped = False
+        self.have_stopped, self.hooks_left_at = False, -1
 
     def __bool__(self) -> bool:
         return bool(self.named)
@@ -188,15 +189,16 @@ class Callbacks:
                 raise UserError(f"callbacks: {named.name} monitors {monitor!r}: give its option mode, max or min.")
 
     def state(self, *methods: str) -> dict[str, Any]:
-        """Return for a checkpoint what a resume needs; without callbacks only when the training ended.
+        """Return for a checkpoint what a resume needs; without callbacks only what concerns users' hooks.
 
         methods: with the states of those only that have one of them by a user's code; default: of all. Raises RunError.
         """
+        of_hooks = {"ended_at": self.train_ended_at, "hooks_left_at": self.hooks_left_at}
         if not self:
-            return {"ended_at": self.train_ended_at}
+            return of_hooks
         return {
+            **of_hooks,
             "told": self.epoch_ended_at,
-            "ended_at": self.train_ended_at,
             "begun": self.epoch_begun,
             "batch_begun_at": self.batch_begun_at,
             "have_stopped": self.have_stopped,
@@ -211,7 +213,7 @@ class Callbacks:
         """Take what `state` returned at the checkpoint of a step; a run without callbacks left less of it."""
         self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
         self.epoch_begun, self.batch_begun_at = state.get("begun", -1), state.get("batch_begun_at", -1)
-        self.have_stopped = state.get("have_stopped", False)
+        self.have_stopped, self.hooks_left_at = state.get("have_stopped", False), state.get("hooks_left_at", -1)
         for named in self.named:
             if named.name in state.get("states", {}):
                 named.restore(state["states"][named.name])

@@ -290,8 +290,8 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     run.group.heartbeat.set_probe(parts.train_step.phase_variable)
     run.clock.start()
     if step and not requested:
-        # First finish hooks that the last stop interrupted, such as an evaluation.
-        reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
+        # First finish what the last stop interrupted, such as an evaluation.
+        reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and _is_left(run, step, hook)])
         ended = ended or reason
         requested = stopping.vote() if ended else None
     while step < parts.last_step and not ended:
@@ -309,7 +309,8 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     stop = requested or ended
     if stop in (LEASE_LOST, SAVES_FAILED):
         _raise_on_root(run)
-    reason = _call_at_end(run, step, [hook for hook in hooks if not hook.is_due(step)], stop)
+    at_end = [hook for hook in hooks if not hook.is_due(step) or _is_users_left(run, step, hook)]
+    reason = _call_at_end(run, step, at_end, stop)
     if reason and not requested:  # may be an evaluation interrupted by a stop request
         requested = stopping.vote()
     return requested or ended or reason or DONE
@@ -399,9 +400,30 @@ def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: A
 
 
 def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
-    """Call all hooks; return the first stop reason, or None."""
-    reasons = [hook.function(run, step) for hook in hooks]
-    return next((reason for reason in reasons if reason), None)
+    """Call all hooks; return the first stop reason, or None.
+
+    A stop request may interrupt an evaluation: then users' hooks are left to the run that resumes, which evaluates
+    first.
+    """
+    reason, callbacks = None, run.parts.callbacks
+    evaluates = any(hook.function is evaluate for hook in hooks)
+    callbacks.hooks_left_at = -1
+    for hook in hooks:
+        if evaluates and hook in run.parts.users_hooks and not is_evaluated(run, step):
+            callbacks.hooks_left_at = step
+        else:
+            given = hook.function(run, step)
+            reason = reason or given
+    return reason
+
+
+def _is_left(run: Run, step: int, hook: Hook) -> bool:
+    """Return whether the last stop has left a hook to be called, at the step at which the run resumes."""
+    return not hook.is_done(run, step) or _is_users_left(run, step, hook)
+
+
+def _is_users_left(run: Run, step: int, hook: Hook) -> bool:
+    return run.parts.callbacks.hooks_left_at == step and hook in run.parts.users_hooks
 
 
 def _call_at_end(run: Run, step: int, hooks: Sequence[Hook], stop: StopReason | None) -> StopReason | None:

@@ -104,10 +104,14 @@ class _SaveByTime:
             self._save(run, step)
 
 
-def place(run: Run, step: int) -> tuple[int, int, int, int]:
-    """Return what moves on with each step, and with an evaluation, the end of an epoch or of the training after it."""
+def place(run: Run, step: int) -> tuple[int, ...]:
+    """Return what moves on with each step, and with what comes after it.
+
+    That is an evaluation, the end of an epoch or of the training, and users' hooks that were left.
+    """
     callbacks = run.parts.callbacks
-    return step, int(run.parts.evaluated), callbacks.epoch_ended_at, callbacks.train_ended_at
+    ends = callbacks.epoch_ended_at, callbacks.train_ended_at
+    return step, int(run.parts.evaluated), *ends, callbacks.hooks_left_at
 
 
 def check_agreement(run: Run, step: int) -> None:

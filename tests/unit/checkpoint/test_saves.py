@@ -144,7 +144,7 @@ def run_of(store: Store) -> Any:
     optimizer, optimizers = keras.optimizers.SGD(), Optimizers({})
     optimizer.build(model.trainable_variables)
     optimizers.by_path["optimizer"] = optimizer
-    callbacks = SimpleNamespace(digests=dict, state=dict, epoch_ended_at=0, train_ended_at=-1)
+    callbacks = SimpleNamespace(digests=dict, state=dict, epoch_ended_at=0, train_ended_at=-1, hooks_left_at=-1)
     best = SimpleNamespace(metric="loss", value=tf.Variable(0.0), step=tf.Variable(-1))
     return SimpleNamespace(
         clock=Stopwatch(),

@@ -90,7 +90,7 @@ def test_a_state_returns_and_equal_names_are_told_apart() -> None:
     after.restore(before.state(), 0)
     assert before.digests() == after.digests()
     assert (after.named[0].callback.wait, after.named[1].callback.epochs, after.epoch_ended_at) == (3, 7, 40)
-    assert load_callbacks([]).state() == {"ended_at": -1}
+    assert load_callbacks([]).state() == {"ended_at": -1, "hooks_left_at": -1}
 
 
 @pytest.mark.parametrize("name", ["EarlyStopping", "ReduceLROnPlateau"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +15,23 @@ import tensorflow as tf
 import user_callbacks
 import user_hooks
 
-from horovod_train.config.settings import ModelSpec, Spec
+from horovod_train.config.settings import Config, ModelSpec, Spec
+from horovod_train.data.audit import Audit
 from horovod_train.errors import RunError, UserError
+from horovod_train.training import run as training_run
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.fine_tuning import Freezing
-from horovod_train.training.hooks import StopReason, at, every, failing_as, load_hooks
-from horovod_train.training.hooks.evaluate import _evaluate_all, build_callback_hooks, end_callbacks, tell
-from horovod_train.training.run import DONE, _call_at_end
+from horovod_train.training.hooks import Hook, StopReason, at, every, failing_as, load_hooks
+from horovod_train.training.hooks.evaluate import (
+    _evaluate_all,
+    build_callback_hooks,
+    end_callbacks,
+    is_evaluated,
+    tell,
+)
+from horovod_train.training.run import DONE, _call_at_end, fit
 from horovod_train.training.state import Averages
+from horovod_train.training.sync import SyncStrategy
 
 REQUEST = StopReason("SIGTERM", restartable=True)
 
@@ -93,7 +102,8 @@ def called_at_end(
         *users,
         every(None, noting("save"), at_end="always"),
     ]
-    parts = SimpleNamespace(users_hooks=users, callbacks=SimpleNamespace(train_ended_at=told_at), last_step=last)
+    callbacks = SimpleNamespace(train_ended_at=told_at, hooks_left_at=-1)
+    parts = SimpleNamespace(users_hooks=users, callbacks=callbacks, last_step=last)
     _call_at_end(SimpleNamespace(parts=parts), 9, hooks, stop)  # type: ignore[arg-type]
     return called
 
@@ -122,6 +132,78 @@ def test_hooks_at_the_end_are_those_of_how_a_run_ends() -> None:
     assert called_at_end(None, told_at=9) == ["evaluate", "callbacks", "save"]
     assert called_at_end(REQUEST, told_at=9) == ["save"]
     assert called_at_end(REQUEST, told_at=9, last=20) == stopped
+
+
+@pytest.fixture
+def evaluations(monkeypatch: pytest.MonkeyPatch) -> list[StopReason | None]:
+    """What the next evaluations give; REQUEST: one is interrupted."""
+    given: list[StopReason | None] = []
+
+    def evaluate(run: Any, step: int) -> StopReason | None:
+        reason = given.pop(0)
+        run.called.append("evaluate")
+        if reason is not REQUEST:
+            run.parts.evaluated = step
+        return reason
+
+    monkeypatch.setattr(training_run, "evaluate", evaluate)
+    return given
+
+
+def fitted_with(users: Sequence[Hook], *, last: int, stop: StopReason | None = None, state: Any = None) -> Any:
+    """A run that evaluates every 3 steps, at its end. state: what it resumes with. stop: what votes give."""
+    run: Any = SimpleNamespace(called=[], clock=SimpleNamespace(start=lambda: None), config=Config())
+    callbacks = load_callbacks([])
+    step = state["step"] if state else 0
+    callbacks.restore(state["callbacks"] if state else {}, step)
+    run.parts = SimpleNamespace(
+        callbacks=callbacks,
+        early_stopping=SimpleNamespace(ended=lambda: None),
+        evaluated=state["evaluated"] if state else -1,
+        last_step=last,
+        train=SimpleNamespace(same_size_until=lambda position, step, until: until),
+        train_step=SimpleNamespace(phase_variable=None),
+        users_hooks=tuple(users),
+    )
+    run.group = SimpleNamespace(heartbeat=SimpleNamespace(phase=lambda name: None, set_probe=lambda probe: None))
+    run.state = SimpleNamespace(step=step, synchronization=SyncStrategy(), check_finite=lambda group: None)
+    votes = iter([None])
+    run.stopping = SimpleNamespace(vote=lambda: next(votes, stop), vote_periodically=lambda: None)
+    noting = every(3, lambda run, step: run.called.append("save"))
+    evaluation = every(3, vars(training_run)["evaluate"], is_done=is_evaluated)
+    run.reason = fit(run, [evaluation, *users, noting], Audit())
+    run.saved = {"step": last, "callbacks": callbacks.state(), "evaluated": run.parts.evaluated}
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training computes nothing."""
+    monkeypatch.setattr(training_run, "_remaining_batches", lambda run: None)
+    monkeypatch.setattr(training_run, "_train_until", lambda run, step, batches, audit: step)
+    monkeypatch.setattr(training_run, "position", lambda state, train: 0)
+
+
+def test_users_hooks_are_called_after_the_evaluation_that_a_stop_interrupts_once(
+    evaluations: list[StopReason | None],
+) -> None:
+    def noting(name: str) -> Any:
+        return lambda run, step: run.called.append(name)
+
+    users = [every(3, noting("mine")), every(3, noting("mine, or at a stop"), at_end="stopped"), every(2, noting("no"))]
+    evaluations += [REQUEST, REQUEST, None]
+    stopped = fitted_with(users, last=3, stop=REQUEST)
+    assert stopped.reason == REQUEST
+    assert [name for name in stopped.called if name != "no"] == ["evaluate", "save", "mine, or at a stop"]
+    again = fitted_with(users, last=3, stop=REQUEST, state=stopped.saved)  # which is interrupted there again
+    assert again.called == ["evaluate", "mine, or at a stop"]
+    done = fitted_with(users, last=3, state=again.saved)
+    assert done.reason == DONE
+    assert done.called == ["evaluate", "mine", "mine, or at a stop"]
+    assert fitted_with(users, last=3, state=done.saved).called == []
+    # Which evaluations are due may have changed: that hooks were called at a step is known all the same.
+    evaluations.append(None)
+    assert fitted_with(users, last=3, state=done.saved | {"evaluated": -1}).called == ["evaluate"]
 
 
 def run_with(*callbacks: str) -> Any:
