@@ -20,8 +20,16 @@ called: list[int] = []
 """Steps at which `note` was called, on this rank."""
 
 
+evaluated: list[list[int]] = []
+"""And those at which `note_evaluated` was, each with the step of the last evaluation then."""
+
+
 def note(run: Any, step: int) -> None:
     called.append(step)
+
+
+def note_evaluated(run: Any, step: int) -> None:
+    evaluated.append([step, int(run.parts.evaluated)])
 
 
 def ask_rank_1_to_stop(run: Any, step: int) -> StopReason | None:
@@ -95,7 +103,9 @@ def evaluate(run: Any, step: int) -> None:
 halves_at_end = every(None, halve_weights, at_end="always")
 terminated_at_exit = every(None, terminate_at_exit, at_end="always")
 note_every_5 = every(5, note)
+note_evaluated_every_5 = every(5, note_evaluated)
 stop_at_6 = at([6], ask_rank_1_to_stop)
+enough_at_6 = at([6], lambda run, step: StopReason("rank 1 has seen enough") if run.group.rank == 1 else None)
 stop_at_10 = at([10], ask_rank_1_to_stop)
 stop_at_12 = at([12], ask_rank_1_to_stop)
 stop_at_17 = at([17], lambda run, step: StopReason("that is enough", restartable=True))

@@ -136,13 +136,14 @@ class Callbacks:
     epoch_ended_at: the step after which on_epoch_end was called last; train_ended_at: on_train_end. epoch_begun: the
     epoch for which on_epoch_begin was called last. batch_begun_at: the step before which on_train_batch_begin was.
     have_stopped: whether one has ended the run. hooks_left_at: the step whose evaluation was interrupted, so that the
-    hooks of users are to be called there when the run resumes; -1: none.
+    hooks of users are to be called there when the run resumes; -1: none. hook_ended: why one of them has ended the run.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.named = list(named)
         self.epoch_ended_at, self.train_ended_at, self.epoch_begun, self.batch_begun_at = 0, -1, -1, -1
         self.have_stopped, self.hooks_left_at = False, -1
+        self.hook_ended: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.named)
@@ -193,7 +194,11 @@ class Callbacks:
 
         methods: with the states of those only that have one of them by a user's code; default: of all. Raises RunError.
         """
-        of_hooks = {"ended_at": self.train_ended_at, "hooks_left_at": self.hooks_left_at}
+        of_hooks = {
+            "ended_at": self.train_ended_at,
+            "hooks_left_at": self.hooks_left_at,
+            "hook_ended": self.hook_ended,
+        }
         if not self:
             return of_hooks
         return {
@@ -214,6 +219,7 @@ class Callbacks:
         self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
         self.epoch_begun, self.batch_begun_at = state.get("begun", -1), state.get("batch_begun_at", -1)
         self.have_stopped, self.hooks_left_at = state.get("have_stopped", False), state.get("hooks_left_at", -1)
+        self.hook_ended = state.get("hook_ended")
         for named in self.named:
             if named.name in state.get("states", {}):
                 named.restore(state["states"][named.name])
@@ -227,8 +233,10 @@ class Callbacks:
         return digests | {"whether a callback has ended the run": str(self.have_stopped)}
 
     def ended(self) -> StopReason | None:
-        """Return why the run ends if a callback has ended it, in this start or before."""
-        return StopReason("a callback has set model.stop_training") if self.have_stopped else None
+        """Return why the run ends if a callback or a user's hook has ended it, in this start or before."""
+        if self.have_stopped:
+            return StopReason("a callback has set model.stop_training")
+        return None if self.hook_ended is None else StopReason(self.hook_ended)
 
 
 def load_callbacks(specs: Sequence[Spec]) -> Callbacks:

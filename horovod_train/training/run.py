@@ -108,8 +108,8 @@ def run(config: Config) -> int:
 def _is_over(run: Run) -> bool:
     """Return whether nothing is left to train; what a stop has interrupted may be left to do."""
     told = saved_state(run.checkpoint, run.config) if run.checkpoint else {}
-    is_stopped = run.parts.early_stopping.ended() is not None or told.get("have_stopped", False)
-    return is_stopped or int(run.state.step) >= run.parts.last_step
+    has_ended = told.get("have_stopped", False) or told.get("hook_ended") is not None
+    return has_ended or run.parts.early_stopping.ended() is not None or int(run.state.step) >= run.parts.last_step
 
 
 def _describe_parts(run: Run) -> None:
@@ -409,11 +409,14 @@ def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
     evaluates = any(hook.function is evaluate for hook in hooks)
     callbacks.hooks_left_at = -1
     for hook in hooks:
-        if evaluates and hook in run.parts.users_hooks and not is_evaluated(run, step):
+        is_users = hook in run.parts.users_hooks
+        if is_users and evaluates and not is_evaluated(run, step):
             callbacks.hooks_left_at = step
-        else:
-            given = hook.function(run, step)
-            reason = reason or given
+            continue
+        given = hook.function(run, step)
+        reason = reason or given
+        if is_users and given and not given.restartable and callbacks.hook_ended is None:
+            callbacks.hook_ended = given.text  # before the save of this step, so that a later start ends too
     return reason
 
 

@@ -158,10 +158,17 @@ def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:
 
 
 def saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
-    """Return the state of the callbacks in a checkpoint. That they ended the run counts for the same callbacks only."""
-    now, then = as_dict(config)["callbacks"], checkpoint.facts.setting("callbacks")
-    is_same = json.dumps(now, default=str) == json.dumps(then, default=str)
-    return {name: value for name, value in checkpoint.facts.callbacks.items() if is_same or name != "have_stopped"}
+    """Return the state of the callbacks in a checkpoint.
+
+    That callbacks or hooks have ended the run counts only while the config names the same ones.
+    """
+    settings, facts = as_dict(config), checkpoint.facts
+
+    def is_same(setting: str) -> bool:
+        return json.dumps(settings[setting], default=str) == json.dumps(facts.setting(setting), default=str)
+
+    ends = {"have_stopped": "callbacks", "hook_ended": "hooks"}
+    return {name: value for name, value in facts.callbacks.items() if name not in ends or is_same(ends[name])}
 
 
 def _without_other_values(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:

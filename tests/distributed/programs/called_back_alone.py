@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import keras
+import user_hooks
 from facts import leave
 from hooked import OUT, RANK, called_back, resumed
 
@@ -33,6 +34,16 @@ def stopping(method: str, **options: Any) -> list[Any]:
     return [{"name": "user_callbacks:StopsIn", "options": {"method": method, **options}}]
 
 
+def starts_again(name: str, *given: Any) -> list[str]:
+    """Where the link to the best points, before a kill could have prevented it and after another start of the run."""
+    link = OUT / name / "checkpoints" / "best"
+    before = link.readlink()
+    link.unlink()
+    called_back(name, *given)
+    return [str(where) for where in (before, link.is_symlink() and link.readlink())]
+
+
+INTERRUPTED = ("hooks=[user_hooks:note_evaluated_every_5]", "checkpoint.best={metric: loss}")
 facts = {
     "adds": called_back("adds", ["user_callbacks:Adds", FALLING]),
     "evaluates": lines(
@@ -42,7 +53,9 @@ facts = {
     "halved": called_back("halved", ["user_callbacks:Halves"], *AVERAGED),
     "meddled": lines("meddled", **called_back("meddled", meddling(), *UNFROZEN)),
     "stopped": resumed("stopped", meddling(), *UNFROZEN, "hooks=[user_hooks:stop_at_17]"),
-    "interrupted": lines("interrupted", **resumed("interrupted", meddling(interrupt_test=2), *UNFROZEN)),
+    "interrupted": lines("interrupted", **resumed("interrupted", meddling(interrupt_test=2), *UNFROZEN, *INTERRUPTED)),
+    "hooks of interrupted": list(user_hooks.evaluated),
+    "best of interrupted": starts_again("interrupted", meddling(interrupt_test=2), *UNFROZEN, *INTERRUPTED),
     "stops in a test": called_back("in a test", stopping("on_test_end"), "eval.every_steps=3"),
     "stops where an epoch begins": lines("begun", **called_back("begun", stopping("on_epoch_begin", first=2))),
     "stops at the start": called_back("at the start", stopping("on_train_begin")),

@@ -46,6 +46,15 @@ def test_a_run_that_a_hook_has_stopped_resumes_where_it_stopped(rank_facts: Rank
     assert found[0]["resumed"]["weights_sha256"] == found[0]["without"]["weights_sha256"]
 
 
+def test_a_run_that_a_hook_has_ended_is_not_trained_on_by_the_same_command(rank_facts: RankFacts) -> None:
+    found = rank_facts("hooked", *WAY)
+    for facts in found:
+        assert (facts["ended"]["code"], facts["ended"]["called"]) == (0, [4])
+        assert (facts["ended before"]["code"], facts["ended before"]["called"]) == (0, [])
+    for name in ("ended", "ended before"):
+        assert (found[0][name]["steps"], found[0][name]["ended"]) == (6, "rank 1 has seen enough")
+
+
 @pytest.mark.long
 def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: RankFacts) -> None:
     one, other = (facts["called back"] for facts in rank_facts("called_back", *WAY))
@@ -210,6 +219,20 @@ def test_an_evaluation_that_is_interrupted_where_weights_are_unfrozen_gives_the_
     (facts,) = rank_facts(*ALONE)
     assert len(facts["interrupted"]["stopped"]) == 1
     assert facts["interrupted"]["losses"] == facts["meddled"]["losses"]
+
+
+@pytest.mark.long
+def test_hooks_of_an_interrupted_evaluation_are_called_after_it(rank_facts: RankFacts) -> None:
+    (facts,) = rank_facts(*ALONE)
+    assert facts["hooks of interrupted"] == [[step, step] for step in (5, 10, 15, 20)]
+
+
+@pytest.mark.long
+def test_a_run_that_is_over_points_to_its_best_checkpoint_again(rank_facts: RankFacts) -> None:
+    """Which a kill after the last save has prevented."""
+    (facts,) = rank_facts(*ALONE)
+    before, after = facts["best of interrupted"]
+    assert before == after
 
 
 @pytest.mark.long

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import keras
 import pytest
 import user_steps
 
-from horovod_train.config.settings import Spec
+from horovod_train.checkpoint.layout import Checkpoint, Facts
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
+from horovod_train.training.hooks.evaluate import saved_state
 from horovod_train.training.state import Averages, MovingAverages
 from horovod_train.training.steps.optimizers import Optimizers, optimizers_in
+from horovod_train.training.stopping import StopReason
 
 NO_AVERAGES = Averages([])
 
@@ -90,7 +96,22 @@ def test_a_state_returns_and_equal_names_are_told_apart() -> None:
     after.restore(before.state(), 0)
     assert before.digests() == after.digests()
     assert (after.named[0].callback.wait, after.named[1].callback.epochs, after.epoch_ended_at) == (3, 7, 40)
-    assert load_callbacks([]).state() == {"ended_at": -1, "hooks_left_at": -1}
+    assert load_callbacks([]).state() == {"ended_at": -1, "hooks_left_at": -1, "hook_ended": None}
+
+
+def test_that_a_hook_or_a_callback_has_ended_the_run_counts_while_the_config_names_the_same() -> None:
+    state = {"have_stopped": True, "hook_ended": "enough", "ended_at": 7}
+    then = Config(hooks=("mine:check",), callbacks=(Spec("mine:Stops"),))
+    facts = Facts(step=7, epoch=1, records=0, ranks=1, config=as_dict(then), versions={}, callbacks=state)
+    saved = Checkpoint(Path("any"), facts, {})
+    assert saved_state(saved, then) == state
+    assert saved_state(saved, dataclasses.replace(then, hooks=())) == {"have_stopped": True, "ended_at": 7}
+    assert saved_state(saved, dataclasses.replace(then, callbacks=())) == {"hook_ended": "enough", "ended_at": 7}
+    callbacks = load_callbacks([])
+    callbacks.restore(state | {"have_stopped": False}, 7)
+    assert callbacks.ended() == StopReason("enough")
+    callbacks.restore({}, 7)
+    assert callbacks.ended() is None
 
 
 @pytest.mark.parametrize("name", ["EarlyStopping", "ReduceLROnPlateau"])

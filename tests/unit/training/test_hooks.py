@@ -172,7 +172,7 @@ def fitted_with(users: Sequence[Hook], *, last: int, stop: StopReason | None = N
     noting = every(3, lambda run, step: run.called.append("save"))
     evaluation = every(3, vars(training_run)["evaluate"], is_done=is_evaluated)
     run.reason = fit(run, [evaluation, *users, noting], Audit())
-    run.saved = {"step": last, "callbacks": callbacks.state(), "evaluated": run.parts.evaluated}
+    run.saved = {"step": run.state.step, "callbacks": callbacks.state(), "evaluated": run.parts.evaluated}
     return run
 
 
@@ -180,7 +180,9 @@ def fitted_with(users: Sequence[Hook], *, last: int, stop: StopReason | None = N
 def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training computes nothing."""
     monkeypatch.setattr(training_run, "_remaining_batches", lambda run: None)
-    monkeypatch.setattr(training_run, "_train_until", lambda run, step, batches, audit: step)
+    monkeypatch.setattr(
+        training_run, "_train_until", lambda run, step, batches, audit: vars(run.state).update(step=step) or step
+    )
     monkeypatch.setattr(training_run, "position", lambda state, train: 0)
 
 
@@ -204,6 +206,22 @@ def test_users_hooks_are_called_after_the_evaluation_that_a_stop_interrupts_once
     # Which evaluations are due may have changed: that hooks were called at a step is known all the same.
     evaluations.append(None)
     assert fitted_with(users, last=3, state=done.saved | {"evaluated": -1}).called == ["evaluate"]
+
+
+@pytest.mark.parametrize("stop", [None, REQUEST])
+def test_a_run_that_a_users_hook_has_ended_is_over_for_later_starts(
+    evaluations: list[StopReason | None], stop: StopReason | None
+) -> None:
+    """Also where a stop request comes at the same step."""
+    enough, pause = StopReason("enough"), StopReason("a pause", restartable=True)
+    evaluations += [None, None, None, None]
+    ended = fitted_with([every(3, lambda run, step: enough)], last=9, stop=stop)
+    assert ended.reason == (stop or enough)
+    again = fitted_with([every(3, lambda run, step: enough)], last=9, state=ended.saved)
+    assert (again.reason, again.called) == (enough, [])
+    paused = fitted_with([every(3, lambda run, step: pause)], last=9)
+    on = fitted_with([every(30, lambda run, step: pause)], last=9, state=paused.saved)
+    assert (on.reason, len(on.called)) == (DONE, 4)
 
 
 def run_with(*callbacks: str) -> Any:
