@@ -30,8 +30,9 @@ from horovod_train.keras_seams import take_class, weights_of_slots
 from horovod_train.shown_text import listed
 from horovod_train.training.sync import by_unique_name
 
-_LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
-"""The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
+_LORA = re.compile(r"/lora_(kernel|embeddings)_([ab])(#\d+)?$")
+"""The paths of what `enable_lora` adds, as in a checkpoint: these weights exist to be trained, so `freeze` leaves them
+alone."""
 _WHERE = "model.init_from"
 _ALL_BUT = "all but "
 _IN_KERAS_FILE = "model.weights.h5"
@@ -94,12 +95,16 @@ def enable_lora(model: keras.Model, ranks: Mapping[str, int]) -> None:
     ranks: pattern → rank. It freezes the kernels of these layers and adds two narrow matrices to each (Hu et al. 2021,
     arXiv:2106.09685).
     """
-    capable = {layer.path: layer for layer in layers_inside(model) if hasattr(layer, "enable_lora")}
+    capable: dict[str, list[Any]] = {}  # several layers may have one path
+    for layer in layers_inside(model):
+        if hasattr(layer, "enable_lora"):
+            capable.setdefault(layer.path, []).append(layer)
     for pattern, rank in ranks.items():
         where = f"model.lora.{pattern}"
         for path in find(pattern, capable, where):
             try:
-                capable[path].enable_lora(rank)
+                for layer in capable[path]:
+                    layer.enable_lora(rank)
             except (ValueError, NotImplementedError) as error:
                 raise UserError(f"{where}: layer {path}: {one_line(error)}") from error
 
@@ -254,7 +259,7 @@ def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any
         return _from_function(source)
     if source.endswith((".keras", ".h5")):
         return _from_file(source, model, files)
-    return _from_run(source, {weight.path for weight in model.weights})
+    return _from_run(source, _by_path(model))
 
 
 def _from_run(path: str, wanted: Collection[str]) -> Arrays:
@@ -270,11 +275,12 @@ def _from_run(path: str, wanted: Collection[str]) -> Arrays:
     weights: Arrays = {}
     for kind in ("model/", "ema/"):
         weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
-    of_lora = [path for path in weights if is_lora(path) and path.endswith("_a") and path not in wanted]
+    of_lora = [match for path in weights if path not in wanted and (match := _LORA.search(path)) and match[2] == "a"]
     for first in of_lora if checkpoint.facts.setting("model.lora") else ():
         # Keras adds (alpha / rank) · a b, and alpha is the rank unless enable_lora is given another.
-        changed = first.replace("/lora_", "/").removesuffix("_a")
-        weights[changed] = weights[changed] + weights.pop(first) @ weights.pop(f"{first.removesuffix('_a')}_b")
+        changed, second = (first.expand(name) for name in (r"/\1\3", r"/lora_\1_b\3"))
+        layer = first.string[: first.start()]
+        weights[layer + changed] = weights[layer + changed] + weights.pop(first.string) @ weights.pop(layer + second)
     return weights
 
 

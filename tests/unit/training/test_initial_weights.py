@@ -100,6 +100,19 @@ def test_layers_with_one_name_get_their_own_weights(tmp_path: Path) -> None:
     assert of_function.left == of_function.new == []
 
 
+def test_what_lora_learned_in_layers_with_one_name_is_in_the_weights_of_each(tmp_path: Path) -> None:
+    adapted, model, x = twins(), twins(), np.ones((1, 2), np.float32)
+    enable_lora(adapted, {".": 1})
+    for number, weight in enumerate(adapted.weights):
+        weight.assign(np.random.default_rng(number).normal(size=weight.shape))
+    arrays = {name: value.numpy() for name, value in weights_by_name(adapted.weights, "model").items()}
+    write(tmp_path / "run", arrays, Facts(1, 1, 0, 1, {"model": {"lora": {".": 1}}}, {}))
+    found = match(model, ModelSpec("any", init_from=str(tmp_path / "run")))
+    assert found.left == found.new == []
+    assign(model, found.taken)
+    assert np.asarray(model(x)) == pytest.approx(np.asarray(adapted(x)), rel=1e-5)
+
+
 def test_a_run_that_kept_averages_of_its_weights_gives_those(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(2, name="dense")], name="net")
     arrays = {
