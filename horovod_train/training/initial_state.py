@@ -80,7 +80,8 @@ def _load(run: Run, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     train_step = parts.train_step
     train_step.skipped.assign(checkpoint.facts.skipped)
     train_step.skipped_in_a_row.assign(checkpoint.facts.skipped_in_a_row)
-    if checkpoint.facts.figures != train_step.figures.layout:
+    of_figures = _changed_settings(run, checkpoint.facts, [*_MEANING, "loss", "train.l2", "metrics"])
+    if of_figures or checkpoint.facts.figures != train_step.figures.layout:
         arrays.pop(FIGURES_BY_RANK, None)
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 

@@ -214,10 +214,10 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     return [
         at(profiled, stop_profile),  # first: the profile holds only the step
         every(per_call, lambda run, step: run.output.show_progress(step)),
-        every(None if is_by_epoch else config.log.every_steps, log_training, at_end="done"),
+        every(None if is_by_epoch else config.log.every_steps, log_training),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         at([run.parts.last_step], log_training),  # now: a checkpoint of this step must not be newer than its line
-        every(None, log_training.at_stop, at_end="stopped"),
+        every(None, log_training.between_lines, at_end="always"),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change

@@ -36,8 +36,8 @@ class LogTraining:
         self._skipped: set[int] = set()
         """The records that any rank has skipped, as known at the last line."""
 
-    def at_stop(self, run: Run, step: int) -> None:
-        """Write a line of what the run that resumes shows again, with the steps after it."""
+    def between_lines(self, run: Run, step: int) -> None:
+        """Write a line where a run ends early, and keep its figures: the next line, after a resume, counts them too."""
         self(run, step, keep=True)
 
     def __call__(self, run: Run, step: int, *, keep: bool = False) -> None:

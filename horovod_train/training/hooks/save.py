@@ -105,9 +105,9 @@ class _SaveByTime:
 
 
 def place(run: Run, step: int) -> tuple[int, ...]:
-    """Return what moves on with each step, and with what comes after it.
+    """Return what tells a save from the one before: the step, and what has been done at it.
 
-    That is an evaluation, the end of an epoch or of the training, and users' hooks that were left.
+    That is an evaluation, the end of an epoch or of the training, and leaving users' hooks to a resume.
     """
     callbacks = run.parts.callbacks
     ends = callbacks.epoch_ended_at, callbacks.train_ended_at

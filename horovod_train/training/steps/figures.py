@@ -165,7 +165,7 @@ class Figures:
     @property
     def layout(self) -> dict[str, Any]:
         """What the numbers of `snapshot` are, as JSON gives it back."""
-        return {"names": self.names, "shapes": [state.shape.as_list() for state in self.variables]}
+        return {"names": self.names, "shapes": [each.shape.as_list() for each in self.accumulated]}
 
     def checkpoint_bytes(self, ranks: int) -> int:
         """Return the most bytes of `snapshot` for so many ranks."""

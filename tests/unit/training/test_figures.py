@@ -145,6 +145,11 @@ def test_a_resume_continues_the_figures_at_any_number_of_ranks(kind: str, size: 
     assert not before[0].snapshot(cast(WorkerGroup, SimpleNamespace()))  # after a line there is nothing to save
 
 
+def test_a_number_of_the_step_is_laid_out_otherwise_than_the_result_of_a_metric() -> None:
+    metric, _ = begun("a mean")
+    assert Figures({"m": Source(None, 0)}, [metric]).layout != Figures({"m": Source(metric, 0)}, [metric]).layout
+
+
 def test_figures_that_were_moved_into_float64_are_resumed() -> None:
     metric, figures = begun("a mean")
     metric.update_state(TARGETS[:, None], OUTPUTS[:, None])

@@ -19,7 +19,15 @@ from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.loader import as_dict, load
 from horovod_train.config.registry import load_function
-from horovod_train.config.settings import CheckpointConfig, Config, ModelSpec, OptimizerSpec, TrainConfig, Watched
+from horovod_train.config.settings import (
+    CheckpointConfig,
+    Config,
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+    TrainConfig,
+    Watched,
+)
 from horovod_train.data.schema import Feature
 from horovod_train.distributed import consistency
 from horovod_train.distributed.layer_contents import contents, finalize
@@ -247,12 +255,15 @@ def test_the_counts_of_updates_that_were_left_out_are_resumed(tmp_path: Path) ->
     assert (int(step.skipped), int(step.skipped_in_a_row)) == (3, 1)
 
 
-@pytest.mark.parametrize("names", [[], ["mae"]])
-def test_figures_of_training_are_resumed_if_there_are_the_same(tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize(("names", "then"), [([], Config()), (["mae"], Config()), ([], Config(loss=LossSpec("mae")))])
+def test_figures_of_training_are_resumed_if_they_are_and_mean_the_same(
+    tmp_path: Path, names: list[str], then: Config
+) -> None:
     saved, table = compiled(0.1), np.zeros((1, 2))
     arrays = {name: variable.numpy() for name, variable in saved.variables().items()} | {FIGURES_BY_RANK: table}
-    kept = restored(compiled(0.1), saved, tmp_path / "saved", arrays=arrays, figures={"names": names, "shapes": []})
-    assert (FIGURES_BY_RANK in kept.of_ranks) == (not names)
+    facts: Any = {"config": as_dict(then), "figures": {"names": names, "shapes": [[]]}}
+    kept = restored(compiled(0.1), saved, tmp_path / "saved", arrays=arrays, **facts)
+    assert (FIGURES_BY_RANK in kept.of_ranks) == (not names and then == Config())
 
 
 def test_a_resume_says_what_has_changed_of_the_features_wherever_it_is_said(tmp_path: Path, said: list[str]) -> None:
