@@ -11,8 +11,16 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
+from typing import Any
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
+def pass_on(number: int, _: Any) -> None:
+    with suppress(OSError):  # the program has just ended, and its keeper with it
+        connection.send(bytes([number]))
+
 
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(sys.argv[1])
@@ -24,7 +32,7 @@ request = {
 }
 socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
 for number in PASSED_ON:
-    signal.signal(number, lambda number, _: connection.send(bytes([number])))
+    signal.signal(number, pass_on)
 answer = connection.recv(4)
 if not answer:
     sys.exit("warm.py is gone")

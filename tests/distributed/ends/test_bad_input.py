@@ -125,7 +125,7 @@ def attempt(here: Path, words: list[str], **options: Any) -> str:
     finished = train(["--config", here / "good.yaml", "--output-dir", here / "run", *words], **options)
     assert finished.returncode == 2, finished.text
     assert not re.search(r"(train|eval) +step ", finished.stdout)
-    assert "Traceback" not in finished.stderr
+    assert "Traceback" not in finished.stderr, finished.text
     after = sorted(path for path in here.rglob("*") if path.suffix != ".npz" and "run" not in path.parts)
     assert after == [path for path in before if "run" not in path.parts]
     return finished.stderr
