@@ -1,4 +1,4 @@
-"""What a callback finds out of the `model.fit` that runs it, and how it changes that: batches, their end, XLA."""
+"""What a callback finds out about the `model.fit` that runs it, and what it changes there: where an epoch ends, XLA."""
 
 from __future__ import annotations
 

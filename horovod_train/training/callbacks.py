@@ -194,11 +194,8 @@ class Callbacks:
 
         methods: with the states of those only that have one of them by a user's code; default: of all. Raises RunError.
         """
-        of_hooks = {
-            "ended_at": self.train_ended_at,
-            "hooks_left_at": self.hooks_left_at,
-            "hook_ended": self.hook_ended,
-        }
+        ended_at = self.train_ended_at
+        of_hooks = {"ended_at": ended_at, "hooks_left_at": self.hooks_left_at, "hook_ended": self.hook_ended}
         if not self:
             return of_hooks
         return {

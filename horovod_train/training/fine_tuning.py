@@ -28,7 +28,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import RunError, UserError, one_line, unreadable
 from horovod_train.keras_seams import take_class, weights_of_slots
 from horovod_train.shown_text import listed
-from horovod_train.training.sync import by_unique_name
+from horovod_train.training.sync import by_path
 
 _LORA = re.compile(r"/lora_(kernel|embeddings)_([ab])(#\d+)?$")
 """The paths of what `enable_lora` adds, as in a checkpoint: these weights exist to be trained, so `freeze` leaves them
@@ -183,7 +183,7 @@ def match(model: keras.Model, spec: ModelSpec) -> Match:
     """Read the source and compare it with a built model, which is not changed. Raises UserError."""
     source = spec.init_from
     assert source is not None
-    weights = _by_path(model)
+    weights = by_path(model.weights)
     with ExitStack() as files:
         arrays = _open(source, model, files)
         excluded = {
@@ -211,14 +211,9 @@ def match(model: keras.Model, spec: ModelSpec) -> Match:
 
 def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
     """Set weights of the model to arrays by path."""
-    for path, variable in _by_path(model).items():
+    for path, variable in by_path(model.weights).items():
         if path in taken:
             variable.assign(tf.cast(taken[path], variable.dtype))
-
-
-def _by_path(model: keras.Model) -> dict[str, tf.Variable]:
-    """Return the weights by path, as in a checkpoint: of two layers with one name, the second's end in #2."""
-    return by_unique_name((weight.path, as_tf_variable(weight)) for weight in model.weights)
 
 
 def slots_like_weights(slots: Sequence[Any], weights: Sequence[keras.Variable]) -> list[tuple[Any, keras.Variable]]:
@@ -259,7 +254,7 @@ def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any
         return _from_function(source)
     if source.endswith((".keras", ".h5")):
         return _from_file(source, model, files)
-    return _from_run(source, _by_path(model))
+    return _from_run(source, by_path(model.weights))
 
 
 def _from_run(path: str, wanted: Collection[str]) -> Arrays:
@@ -293,7 +288,7 @@ def _from_function(name: str) -> Arrays:
         text = one_line(error)
         raise UserError(f"{_WHERE}: {name}: {type(error).__name__}: {text}{raised_at(error)}") from error
     if isinstance(result, keras.Model):
-        return {path: variable.numpy() for path, variable in _by_path(result).items()}
+        return {path: variable.numpy() for path, variable in by_path(result.weights).items()}
     if not isinstance(result, Mapping):
         kind = type(result).__name__
         raise UserError(f"{_WHERE}: {name} must return a keras.Model or arrays by path; it returned {kind}.")

@@ -24,7 +24,7 @@ from horovod_train.errors import DivergedError
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.steps.optimizers import Optimizers
-from horovod_train.training.sync import SyncStrategy, by_unique_name
+from horovod_train.training.sync import SyncStrategy, by_path, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
 """Decay of the moving average of the training loss."""
@@ -228,7 +228,7 @@ def find_seeds(model: keras.Model) -> list[tf.Variable]:
 
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
     """Name weights as in a checkpoint: `model/` and the path, or `ema/` for their moving averages."""
-    return by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights)
+    return {f"{prefix}/{path}": variable for path, variable in by_path(weights).items()}
 
 
 class Copies:

@@ -90,6 +90,11 @@ def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> dict[str, tf.Var
     return unique
 
 
+def by_path(weights: Iterable[Any]) -> dict[str, tf.Variable]:
+    """Return weights by path, as a checkpoint names them: of two layers with one name, the second's end in #2."""
+    return by_unique_name((weight.path, as_tf_variable(weight)) for weight in weights)
+
+
 class SyncStrategy:
     """When ranks exchange, and what. Keeps its state in variables, so that a run can resume.
 
@@ -171,7 +176,7 @@ class Local(SyncStrategy):
         slots = [variable for variable in parts.slots if id(variable) not in rates]
         more = (*slots, *parts.averages, *parts.forward_state)
         variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
-        self.weights = by_unique_name((weight.path, as_tf_variable(weight)) for weight in model.trainable_variables)
+        self.weights = by_path(model.trainable_variables)
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
         self.of_root = list(parts.of_root)
         self._is_root = tf.Variable(self.group.is_root, trainable=False)  # not a constant: see ForwardState
