@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ import pytest
 PROJECT = Path(__file__).parent.parent
 PROGRAMS = PROJECT / "tests" / "distributed" / "programs"
 BIN = Path(sys.executable).parent
+CASES_OF_A_UNIT = 2
+"""Of each test of a unit, those that `make test` runs."""
 HANGS_AFTER_S = 300.0
 """What has not ended by then never will: a limit for what hangs, on a machine that does much else besides."""
 
@@ -52,6 +55,18 @@ class Finished:
     @property
     def text(self) -> str:
         return f"--- exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark as long, of each test of a unit, all cases but the first two: they are one more of a kind."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        test, is_case, _ = item.nodeid.partition("[")
+        if is_case and test.startswith("tests/unit/") and not item.get_closest_marker("exhaustive"):
+            seen[test] += 1
+            if seen[test] > CASES_OF_A_UNIT:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -132,6 +132,7 @@ def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None
     assert abs(first["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
 
 
+@pytest.mark.long
 def test_a_table_is_read_as_the_one_that_trained_and_its_records_have_their_numbers_in_the_file(tmp_path: Path) -> None:
     """Of the new table all texts read as numbers, and the numbers are scaled already, which is said."""
     for name, zones, sizes in (("old", ["1", "2", "3b"], range(60)), ("new", ["1", "2"], np.linspace(0, 1, 6))):
@@ -257,6 +258,7 @@ log: {{tensorboard: false}}
 """
 
 
+@pytest.mark.long
 def test_a_subclassed_model_is_exported_with_the_inputs_of_its_run(tmp_path: Path) -> None:
     """The records are gone by then: the checkpoint knows them."""
     rng = np.random.default_rng(0)

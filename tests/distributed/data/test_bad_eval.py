@@ -49,6 +49,7 @@ def test_a_bad_record_is_named(digits: Path, tmp_path: Path, np: int) -> None:
     assert f"eval/{victim.name}: record 1 at byte {first}: its data does not match" in error_of(tmp_path, np)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("split", "np"), [("eval", 2), pytest.param("train", 1, marks=pytest.mark.long)])
 def test_a_split_of_which_nothing_can_be_used_is_no_success(digits: Path, tmp_path: Path, split: str, np: int) -> None:
     """Its loss would be 0, which is the best that there is."""

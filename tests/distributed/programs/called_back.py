@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 
 from facts import leave
-from hooked import OUT, RANK, called_back, resumed
+from hooked import OUT, RANK, called_back, resumed, run
 
 PLATEAU = {"name": "ReduceLROnPlateau", "options": {"factor": 0.1, "patience": 1, "min_delta": 10.0}}
 STOPPED = 'hooks=["user_hooks:stop_at_12"]'
@@ -31,19 +32,21 @@ def write_documented(folder: Path) -> None:
 
 
 write_documented(OUT / f"documented-{RANK}")
-leave(
-    RANK,
-    {
-        "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
-        "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"], STOPPED),
-        "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
-        "averaged": called_back("averaged", SWAPPING, *AVERAGED, OPTIMIZER + "}}"),
-        "averaged, resumed": resumed(
-            "averaged, resumed", SWAPPING, *AVERAGED, OPTIMIZER + "}}", 'hooks=["user_hooks:stop_at_10"]'
-        ),
-        "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
-        "mean": called_back("mean", MEAN, *CYCLICAL),
-        "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL, STOPPED),
-        "runs": str(OUT),
-    },
-)
+facts = {
+    "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
+    "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"], STOPPED),
+    "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
+    "averaged": called_back("averaged", SWAPPING, *AVERAGED, OPTIMIZER + "}}"),
+    "averaged, resumed": resumed(
+        "averaged, resumed", SWAPPING, *AVERAGED, OPTIMIZER + "}}", 'hooks=["user_hooks:stop_at_10"]'
+    ),
+    "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
+    "mean": called_back("mean", MEAN, *CYCLICAL),
+    "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL, STOPPED),
+    "ended": run("ended", "enough_at_6", "note"),
+    "ended before": run("ended", "enough_at_6", "note"),
+    "runs": str(OUT),
+    "apart": called_back("apart", ["user_callbacks:KnowsItsRank"]),
+}
+signal.alarm(0)  # see hooked
+leave(RANK, facts)

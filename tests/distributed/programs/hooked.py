@@ -80,9 +80,6 @@ if __name__ == "__main__":
         "stopped": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
         "resumed": run("stopped", "stop_at_6", "note", trackers=TRACKERS, timeline=True),
         "tracked": tracked(OUT / "stopped"),
-        "ended": run("ended", "enough_at_6", "note"),
-        "ended before": run("ended", "enough_at_6", "note"),
-        "apart": called_back("apart", ["user_callbacks:KnowsItsRank"]),
     }
     signal.alarm(0)  # which ends a process that is still there some seconds after its run has failed
     leave(RANK, facts)

@@ -128,6 +128,7 @@ def test_what_a_checkpoint_holds_is_all_that_training_goes_on_from(facts: Facts,
     assert found.get("resumed") == [], found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in UNEVEN)])
 def test_with_equal_shares_uneven_steps_end_elsewhere(facts: Facts, name: str) -> None:
     names = tuple(UNEVEN) if name in UNEVEN else (name,)

@@ -126,6 +126,7 @@ def test_a_save_may_take_longer_than_a_stall_if_its_size_allows(
         assert re.search(r"in save for \d+ s at step 3, writing \d+ MB", finished.stderr), finished.text
 
 
+@pytest.mark.long
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()  # only root looks for it

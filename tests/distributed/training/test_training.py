@@ -115,6 +115,7 @@ def test_a_run_whose_words_nobody_takes_ends_as_others_do(base_config: Path, tmp
     assert len(metrics_of(tmp_path, "train")) == summary_of(tmp_path)["steps"] == 15
 
 
+@pytest.mark.long
 def test_a_last_step_that_is_shorter_on_some_ranks_only_is_taken_by_all(base_config: Path, tmp_path: Path) -> None:
     """Of 719 records one rank has 360 and one 359, of the last 718 both have 359: only one has fewer rows."""
     words = ["data.global_batch_size=719", "train.epochs=40", "train.max_steps=null", "eval.every_epochs=null"]
@@ -124,6 +125,7 @@ def test_a_last_step_that_is_shorter_on_some_ranks_only_is_taken_by_all(base_con
     assert summary_of(tmp_path / "run")["steps"] == 80
 
 
+@pytest.mark.long
 def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(["--config", base_config, "train.max_steps=5", "--output-dir", first]).returncode == 0
@@ -182,6 +184,7 @@ def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     assert summary_of(whole)["weights_sha256"] == summary_of(branch)["weights_sha256"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.exhaustive)])
 def test_evaluation_is_that_of_one_process(
     digits: Path, base_config: Path, tmp_path: Path, launcher: str, np: int

@@ -46,8 +46,9 @@ def test_a_run_that_a_hook_has_stopped_resumes_where_it_stopped(rank_facts: Rank
     assert found[0]["resumed"]["weights_sha256"] == found[0]["without"]["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_run_that_a_hook_has_ended_is_not_trained_on_by_the_same_command(rank_facts: RankFacts) -> None:
-    found = rank_facts("hooked", *WAY)
+    found = rank_facts("called_back", *WAY)
     for facts in found:
         assert (facts["ended"]["code"], facts["ended"]["called"]) == (0, [4])
         assert (facts["ended before"]["code"], facts["ended before"]["called"]) == (0, [])
@@ -253,8 +254,9 @@ def test_a_callback_that_freezes_a_layer_ends_the_run(rank_facts: RankFacts) -> 
     assert facts["freezes"]["code"] == 1
 
 
+@pytest.mark.long
 def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_facts: RankFacts) -> None:
-    assert [facts["apart"]["code"] for facts in rank_facts("hooked", *WAY)] == [86, 86]
+    assert [facts["apart"]["code"] for facts in rank_facts("called_back", *WAY)] == [86, 86]
 
 
 @pytest.mark.long

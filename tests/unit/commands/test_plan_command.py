@@ -447,6 +447,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_a_note_or_a_fault(
         plan._lack_of_room(config, {"checkpoints": {**saved, "bytes_each": 11 * 10**6}})
 
 
+@pytest.mark.long
 def test_a_source_that_imports_keras_gets_tensorflow_whatever_keras_json_says(tmp_path: Path) -> None:
     """Before the command itself loads TensorFlow."""
     (tmp_path / "keras").mkdir()

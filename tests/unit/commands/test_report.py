@@ -432,6 +432,7 @@ def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(tmp_path: Path) -> No
     assert resume_of(run) == "auto"
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_rows_make_a_page_of_few_megabytes_without_tensorflow(tmp_path: Path) -> None:
     rows = [{"step": n, "epoch": 1, "split": "train", "seconds": n / 9, "loss": 1 / n} for n in range(1, 100_001)]
     run, out = run_dir(tmp_path / "a", rows), tmp_path / "report.html"

@@ -334,6 +334,7 @@ def test_a_bad_image_is_named_or_skipped(tmp_path: Path, name: str, augment: tup
     assert len(skipping.skipped) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["JPEG", pytest.param("PNG", marks=pytest.mark.long)])
 @pytest.mark.parametrize("augment", [(), AUGMENT])
 def test_an_image_of_one_pixel_is_of_its_colour(tmp_path: Path, kind: str, augment: tuple[Spec, ...]) -> None:

@@ -214,6 +214,7 @@ def test_a_packed_file_with_a_cut_record_is_read_up_to_it(tmp_path: Path, staged
     assert read_all(index, str(tmp_path / "stage") if staged else None) == records[:-1]
 
 
+@pytest.mark.long
 def test_a_damaged_index_is_never_believed(tmp_path: Path) -> None:
     """Each byte flipped in turn, in the headers of the zip file too: either what was kept comes back, or nothing."""
     folder = make_images(tmp_path / "train", shards=[3, 2])

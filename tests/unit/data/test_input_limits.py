@@ -75,6 +75,7 @@ def test_whatever_fails_between_loader_and_queue_is_what_the_reader_is_told(imag
         consume(made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parse", [None, "test_input_limits:slower_at_first"])
 def test_records_keep_their_order_however_many_are_parsed_at_the_same_time(
     images: Path, parse: str | None, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +146,7 @@ def test_a_pipeline_that_would_not_fit_beside_the_other_ranks_of_its_host_is_ref
         build_pipeline(records, data, Ranks(0, 1, on_host=10**12), seed=1, training=True, global_batch_size=8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [(1, 40), (40, 1), (1, 1)])
 def test_an_image_one_pixel_wide_can_be_cropped_at_random(tmp_path: Path, size: tuple[int, int]) -> None:
     out = io.BytesIO()

@@ -97,6 +97,7 @@ def run_audited(data: DataConfig, folder: Path, *, forget: int | None = None) ->
     return epoch
 
 
+@pytest.mark.long
 def test_an_audit_counts_by_data_set(mixed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     epoch = run_audited(DataConfig(**mixed), tmp_path / "run")
     assert [(one.repeats, one.records, one.missing, one.twice) for one in epoch.data_sets] == [

@@ -510,6 +510,7 @@ def wait_for_feeds() -> None:
             assert not thread.is_alive()
 
 
+@pytest.mark.long
 def test_passes_that_end_share_a_queue_which_tensorflow_keeps_until_the_process_ends(
     images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,6 +558,7 @@ def test_what_a_reader_leaves_is_freed() -> None:
     assert (feed.queue.size(), free) == (0, [])
 
 
+@pytest.mark.long
 def test_a_process_ends_while_its_pipeline_still_has_more(images: Path) -> None:
     """TensorFlow's threads and the interpreter must not wait for each other at the end."""
     program = f"""

@@ -212,6 +212,7 @@ def test_a_long_cell_does_not_make_the_others_long(tmp_path: Path) -> None:
     assert len(table["text"][7]) == 100_000
 
 
+@pytest.mark.long
 def test_image_folders_become_records(tmp_path: Path) -> None:
     for label, name in enumerate(("cat", "dog")):
         for number in range(6):
@@ -395,6 +396,7 @@ def test_an_image_that_training_would_call_bad_is_not_stored(name: str, mode: st
         run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("can_lock", [True, False])
 def test_processes_that_make_one_dataset_together_leave_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_lock: bool
@@ -417,6 +419,7 @@ def test_processes_that_make_one_dataset_together_leave_one(
     assert len(values(out)) == 1437
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_while_it_makes_a_dataset_does_not_stop_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

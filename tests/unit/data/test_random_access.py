@@ -156,6 +156,7 @@ def test_records_of_array_record_are_those_of_tfrecords(tmp_path: Path) -> None:
         open_records(dataclasses.replace(here, stage_dir="/tmp"), "train")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["hdf5", "array_record"])
 def test_more_files_than_a_process_may_hold_open_are_read(kind: str, tmp_path: Path, few_descriptors: None) -> None:
     arrays = {"x": np.zeros((2, 2), np.float32), "y": np.arange(2)}
@@ -339,6 +340,7 @@ def test_two_tables_may_name_the_same_image(images: Path) -> None:
         open_records(same, "train")
 
 
+@pytest.mark.long
 def test_a_file_that_is_no_image_is_named(images: Path) -> None:
     (images / "class0" / "03.png").write_bytes(b"text")
     data = config(images, features=IMAGE, targets=("label",))
@@ -453,6 +455,7 @@ def test_a_damaged_list_of_chunks_is_found_by_its_records(tmp_path: Path) -> Non
     assert any("wrong B-tree signature" in fault for fault in report.bad)
 
 
+@pytest.mark.long
 def test_a_damaged_row_group_is_read_up_to_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that follow a damaged one are lost with it; looking for it must not read each record from the start."""
     path, records = tmp_path / "a.parquet", 3000

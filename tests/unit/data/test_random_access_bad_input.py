@@ -221,6 +221,7 @@ def test_a_file_that_does_not_serve_is_named(name: str, tmp_path: Path) -> None:
     assert said.format(path=path) in refusal(config(path, **values))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("library", "file", "extra"),
     [

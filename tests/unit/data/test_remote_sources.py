@@ -117,6 +117,7 @@ def test_a_file_is_read_whole_only_once(tmp_path: Path, asked: list[Callable[[st
 # --- how it is read -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["hdf5", "npy", "parquet"])
 def test_requests_are_made_side_by_side(form: str, tmp_path: Path, asked: list[Callable[[str], None]]) -> None:
     """Although h5py lets one thread read at a time."""
@@ -135,6 +136,7 @@ def test_requests_are_made_side_by_side(form: str, tmp_path: Path, asked: list[C
     assert len(waiting) >= 3
 
 
+@pytest.mark.long
 def test_an_hdf5_file_takes_few_requests(tmp_path: Path, asked: list[Callable[[str], None]]) -> None:
     """Its chunks are loaded together, and what h5py wants besides comes from pages that are kept."""
     arrays = {"x": np.random.default_rng(1).random((4000, 200)), "y": np.arange(4000)}

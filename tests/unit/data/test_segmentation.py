@@ -73,6 +73,7 @@ def test_masks_come_as_they_are(tmp_path: Path) -> None:
         assert not differs(batch)
 
 
+@pytest.mark.long
 def test_a_class_that_is_not_there_is_named_and_can_be_skipped(tmp_path: Path) -> None:
     folder = make_masks(tmp_path, worst=21)
     said = r"record 5 at byte .* feature mask: expected values from 0 to 20; the image holds 21"

@@ -101,6 +101,7 @@ def test_a_cell_may_be_as_long_as_it_is(tmp_path: Path) -> None:
     assert csv.field_size_limit() < len(text)  # by which predict, too, tells files that it did not write
 
 
+@pytest.mark.long
 def test_a_table_takes_a_few_times_its_file_while_it_is_read(tmp_path: Path) -> None:
     """Small numbers, of which each took 30 times its room."""
     path = table(tmp_path, "a,b,c,y", *(f"{n % 97},{n % 89},{n % 83},{n % 3}" for n in range(200_000)))

@@ -62,6 +62,7 @@ print(chosen_before())
 """
 
 
+@pytest.mark.long
 def test_what_a_script_has_set_before_it_pins_stays() -> None:
     """In a process of its own, because TensorFlow takes such settings before its first op only."""
     environment = {name: value for name, value in rank_environment().items() if not name.startswith("TF_NUM_")}

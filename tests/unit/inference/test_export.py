@@ -53,6 +53,7 @@ for file in sorted(pathlib.Path.cwd().glob("*.keras")):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names", [set(MODELS) - {"resnet50"}, pytest.param({"resnet50"}, marks=pytest.mark.exhaustive)]
 )

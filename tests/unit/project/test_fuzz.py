@@ -13,6 +13,7 @@ from conftest import PROJECT
 SEED = 20_261_126
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "cases"),
     [

@@ -110,6 +110,7 @@ def test_without_horovod_one_line_says_how_to_install_it() -> None:
     assert finished.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_library_that_one_host_cannot_load_is_named_with_that_host(tmp_path: Path) -> None:
     """As by another LD_LIBRARY_PATH; a module of the user that is missing keeps its traceback."""
     (tmp_path / "horovod").mkdir()

@@ -591,6 +591,7 @@ class Auxiliary(layers.Layer):
         return inputs
 
 
+@pytest.mark.long
 def test_a_loss_that_a_layer_computes_in_training_only_is_divided_by_what_counts_in_all_passes(
     batches: Pipeline, stepping: Callable[..., TrainStep]
 ) -> None:
@@ -646,6 +647,7 @@ def test_rows_that_are_no_records_leave_moving_averages_alone(
     assert means[1] == means[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_the_forward_pass_assigns_counts_as_the_whole_step_of_a_rank(
     batches: Pipeline, monkeypatch: pytest.MonkeyPatch, passes: int

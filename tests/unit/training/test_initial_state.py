@@ -285,6 +285,7 @@ def of_two(*names: str, **options: Any) -> keras.Model:
     return keras.Sequential([keras.Input((2,)), *middle, layers.Dropout(0.1, name="drop")])
 
 
+@pytest.mark.long
 def test_a_model_that_computes_something_else_with_the_same_weights_is_said(said: list[str]) -> None:
     """Names and shapes of weights fit, so nothing else tells."""
 
