@@ -9,14 +9,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import keras
 import numpy as np
 import pytest
 
 from horovod_train.config.settings import EarlyStoppingConfig
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.training.stopping import (
     SECONDS_BETWEEN_VOTES,
@@ -162,6 +165,78 @@ def test_time_is_kept_for_a_large_first_save_until_one_was_measured(monkeypatch:
     assert kept(500, 0) == 1202.0
 
 
+def coordinator(
+    *, deadline: float | None = None, run_dir: Path | None = None, received: Set[int] = frozenset(), **found: Any
+) -> StopCoordinator:
+    """Of one rank. found: what the lease and the store of checkpoints have found."""
+    both: Any = SimpleNamespace(**{"lost": False, "given_up": "", "write_s": 0.0, **found})
+    return StopCoordinator(Alone(), both, both, received, deadline=deadline, run_dir=run_dir)  # type: ignore[arg-type]
+
+
+def test_a_short_job_keeps_a_tenth_of_its_time_for_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch).now = 100.0
+    assert coordinator(deadline=200.0).margin.seconds() == 10.0 + 2 * SECONDS_BETWEEN_VOTES
+    assert coordinator(deadline=100.0 + 3600).margin.seconds() == 60.0 + 2 * SECONDS_BETWEEN_VOTES
+
+
+@pytest.mark.parametrize("part", ["save", "hook", "write", "votes"])
+def test_the_longest_of_each_time_counts_for_the_margin_though_the_last_was_short(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    clock = Clock(monkeypatch)
+    stopping = coordinator(deadline=clock.now + 36_000)
+    before = stopping.margin.seconds()
+    for seconds in (100.0, 0.0):
+        clock.now += seconds if part == "votes" else 0.0
+        if part == "save":
+            stopping.note_save(seconds)
+        elif part == "hook":
+            stopping.note_hook(seconds)
+        elif part == "write":
+            vars(stopping.store)["write_s"] = seconds
+        assert stopping.vote() is None
+    stopping.vote()  # what a vote has measured, the next one counts
+    first_save = 60.0 if part in ("save", "write") else 0.0
+    assert stopping.margin.seconds() == before - first_save + 200.0 - (2 * SECONDS_BETWEEN_VOTES) * (part == "votes")
+
+
+def test_the_longest_time_between_votes_is_that_of_the_last_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = PeriodicSync(Alone())  # type: ignore[arg-type]
+    longest = []
+    for seconds in (30.0, *[1.0] * 10):
+        clock.now += seconds
+        pace.meet([0.0])
+        longest.append(pace.longest_s)
+    assert longest == [30.0] * 10 + [1.0]
+
+
+def test_what_was_measured_when_the_ranks_stopped_for_the_deadline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary has it: a later vote, as at the end of the run, comes when the save has taken its time."""
+    clock = Clock(monkeypatch)
+    stopping = coordinator(deadline=clock.now + 1000)
+    assert (stopping.vote(), stopping.at_walltime) == (None, {})
+    for passed in (950.0, 45.0):
+        clock.now += passed
+        assert stopping.vote() == StopReason("walltime", restartable=True)
+        assert (stopping.at_walltime["left_s"], stopping.at_walltime["kept_s"]) == (50.0, 62.0)
+
+
+def test_each_reason_stops_the_run_and_the_file_that_would_stop_the_next_start_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    terminated = {int(signal.SIGTERM)}
+    reasons: list[tuple[dict[str, Any], str]] = [
+        ({"lost": True}, "another run has taken the run directory"),
+        ({"given_up": "no space"}, "checkpoints cannot be saved"),
+        ({"received": terminated}, "SIGTERM"),
+        ({"run_dir": tmp_path}, "STOP file"),
+        ({"run_dir": tmp_path, "received": terminated, "lost": True, "given_up": "no space"}, "STOP file"),
+    ]
+    for given, said in reasons:
+        assert coordinator(**given).vote() == StopReason(said, restartable=True)
+    assert coordinator().vote() is None
+
+
 def test_a_signal_that_comes_while_others_are_told_is_told_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
@@ -187,6 +262,48 @@ def test_a_target_that_was_reached_by_little_is_known_after_a_restart() -> None:
     assert reached is not None
     assert stopping.ended() == reached
     assert int(stopping.best.step) == 20
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_value_equal_to_the_target_reaches_it(mode: Literal["min", "max"]) -> None:
+    worse, better = (0.75, 0.25) if mode == "min" else (0.25, 0.75)
+    for value, is_reached in ((worse, False), (0.5, True), (better, True)):
+        stopping = EarlyStopping(EarlyStoppingConfig(metric="any", mode=mode, target=0.5))
+        assert (stopping.update(1, {"any": value}) is not None) == is_reached
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("min_delta", [0.0, 0.25])
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_patience_runs_out_where_it_does_in_fit(mode: Literal["min", "max"], min_delta: float, patience: int) -> None:
+    """Values in quarters, so that no sum is rounded."""
+    for seed in range(20):
+        values = np.random.default_rng(seed).integers(0, 8, size=30) / 4
+        ours = EarlyStopping(EarlyStoppingConfig(metric="any", mode=mode, min_delta=min_delta, patience=patience))
+        of_keras = keras.callbacks.EarlyStopping("any", min_delta, patience, mode=mode)
+        of_keras.set_model(SimpleNamespace(stop_training=False))
+        of_keras.on_train_begin()
+        for epoch, value in enumerate(values):
+            of_keras.on_epoch_end(epoch, {"any": value})
+            assert (ours.update(epoch, {"any": value}) is not None) == of_keras.model.stop_training
+            assert (float(ours.best.value), int(ours.best.step)) == (of_keras.best, of_keras.best_epoch)
+            if of_keras.model.stop_training:
+                break
+
+
+def test_what_is_forgotten_leaves_nothing_behind() -> None:
+    """As where the metric is another one now: patience begins anew, and any value is better."""
+
+    def state_of(stopping: EarlyStopping) -> list[str]:
+        return [str(variable.numpy()) for variable in stopping.best.variables.values()]
+
+    config = EarlyStoppingConfig(metric="any", mode="max", patience=3)
+    fresh, used = EarlyStopping(config), EarlyStopping(config)
+    for step in (1, 2, 3):
+        used.update(step, {"any": 0.5})
+    assert state_of(used) == ["0.5", "1", "2"]
+    used.best.forget()
+    assert state_of(used) == state_of(fresh)
 
 
 def test_a_value_that_stays_the_same_is_no_better() -> None:
@@ -262,8 +379,29 @@ def test_a_second_sigint_interrupts_an_interactive_process_and_does_not_end_it(m
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     before = signal.getsignal(signal.SIGINT)
     with collected_signals() as received:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert received == {signal.SIGINT}
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert received == {signal.SIGTERM, signal.SIGINT}
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_second_sigint_ends_a_rank_as_sigint_does_though_a_compiled_call_never_returns(
+    monkeypatch: pytest.MonkeyPatch, interactive: bool
+) -> None:
+    """Also an interactive one that a launcher started: the others wait for it. Other signals end nothing."""
+    codes, has_ended = list[int](), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), has_ended.set()))
+    monkeypatch.setattr(launcher, "detect", lambda: SimpleNamespace(launcher="mpirun"))
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with collected_signals():
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert not has_ended.wait(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert has_ended.wait(60)
+    assert codes == [130]
+    assert signal.set_wakeup_fd(-1) == -1  # else later signals would be written into whatever file gets its number
