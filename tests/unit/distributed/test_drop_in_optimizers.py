@@ -14,6 +14,7 @@ from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerM
 import horovod_train.keras as hvd
 import horovod_train.tensorflow as hvd_tf
 from horovod_train.distributed import optimizer as exchange_module
+from horovod_train.distributed.allreduce import with_values
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import agreement, gradients
@@ -121,16 +122,32 @@ def test_gradients_are_combined_unless_a_tape_has_combined_all_of_them(monkeypat
     assert applied[2] is of_tape
 
 
-def test_gradients_of_inputs_are_combined_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
+@pytest.fixture
+def two_alike(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """As on rank 0 of two ranks with equal gradients: an exchange doubles them. What each exchange was given."""
+    exchanged: list[list[Any]] = []
+
+    def exchange(exchange: Any, grad: Any, name: str) -> Any:
+        exchanged.append([grad])
+        return with_values(grad, lambda values: 2 * values)
+
+    def exchange_together(exchange: Any, grads: Any, name: str) -> Any:
+        exchanged.append(list(grads))
+        return [2 * grad for grad in grads]
+
     ranks = horovod.tensorflow.global_process_set
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
     monkeypatch.setattr(ranks, "included", lambda: True)
     monkeypatch.setattr(ranks, "size", lambda: 2)
     monkeypatch.setattr(gradients, "count_exchange", lambda *_: None)
-    monkeypatch.setattr(GradientExchange, "__call__", lambda exchange, gradient, name: 2 * gradient)
+    monkeypatch.setattr(GradientExchange, "__call__", exchange)
+    monkeypatch.setattr(GradientExchange, "combine_together", exchange_together)
     gradients._warn_of_inputs.cache_clear()
+    return exchanged
+
+
+@pytest.mark.usefixtures("two_alike")
+def test_gradients_of_inputs_are_combined_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     x, weight = tf.constant(1.0), tf.Variable(1.0)
     with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         tape.watch(x)
@@ -140,6 +157,105 @@ def test_gradients_of_inputs_are_combined_with_one_warning(
     assert [float(tape.gradient(loss, [weight, x])[1]) for _ in range(2)] == [2, 2]
     (message,) = caplog.messages
     assert message.endswith("use a plain GradientTape.")
+
+
+@pytest.mark.usefixtures("two_alike")
+def test_one_rank_alone_is_not_warned_of_gradients_of_inputs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(horovod.tensorflow.global_process_set, "size", lambda: 1)
+    x = tf.constant(1.0)
+    with hvd_tf.DistributedGradientTape(tf.GradientTape()) as tape:
+        tape.watch(x)
+        loss = x * x
+    tape.gradient(loss, x)
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("two_alike")
+@pytest.mark.parametrize(
+    "options", [{}, {"output_gradients": [tf.constant([3.0, 5.0])]}, {"unconnected_gradients": "zero"}], ids=str
+)
+def test_a_tape_takes_the_arguments_of_a_plain_one(options: dict[str, Any]) -> None:
+    used, unused = tf.Variable([1.0, 2.0]), tf.Variable([4.0])
+    found: list[Any] = []
+    for tape in (tf.GradientTape(), hvd_tf.DistributedGradientTape(tf.GradientTape())):
+        with tape:
+            targets = [used * used]
+        found.append(tape.gradient(targets, {"a": used, "b": [unused]}, **options))
+    plain, distributed = found
+    assert distributed["a"].numpy().tolist() == (2 * plain["a"]).numpy().tolist()
+    (plain_unused,), (distributed_unused,) = plain["b"], distributed["b"]
+    assert (plain_unused is None) == (distributed_unused is None) == ("unconnected_gradients" not in options)
+    assert plain_unused is None or distributed_unused.numpy().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("options", "own"), [({}, 0.5), ({"scale_local_gradients": False}, 1)], ids=str)
+def test_gradients_of_local_variables_are_this_ranks_divided_by_the_number_of_ranks(
+    two_alike: list[list[Any]], options: dict[str, Any], own: float
+) -> None:
+    """So that a step on N ranks moves them as far as one on all rows would; both kinds are told apart."""
+    shared, local = tf.Variable(1.0), tf.Variable(1.0)
+    for factor in (1, 3):
+        with tf.GradientTape() as plain:
+            loss = 4 * shared + 8 * local
+        tape: Any = hvd_tf.DistributedGradientTape(plain, **options)
+        tape.register_local_source(local)
+        of_local, of_others = tape.get_local_and_global_gradients(
+            loss, [shared, local], output_gradients=tf.constant(1.0 * factor)
+        )
+        for pairs, variable, expected in ((of_local, local, 8 * own), (of_others, shared, 2 * 4)):
+            ((source, grad),) = pairs
+            assert source is variable
+            assert float(grad) == factor * expected
+    assert [len(each) for each in two_alike] == [1, 1]
+
+
+def test_gradients_travel_in_the_groups_that_were_asked_for(two_alike: list[list[Any]]) -> None:
+    """Those of one dtype in each; a sparse one alone, and each that is in no group."""
+    dense = [tf.Variable(float(number)) for number in range(4)]
+    half, table = tf.Variable(4.0, dtype=tf.float16), tf.Variable([[5.0], [6.0]])
+    variables = [*dense, half, table]
+    sparse = tf.IndexedSlices(tf.constant([[5.0]]), tf.constant([0]), tf.constant([2, 1]))
+    grads = [*(tf.constant(float(number)) for number in range(4)), tf.constant(4.0, tf.float16), sparse]
+
+    def groups(**options: Any) -> list[list[float]]:
+        two_alike.clear()
+        combiner: Any = hvd.DistributedOptimizer(SGD(), **options).gradient_combiner
+        combined = combiner(grads, variables)
+        of_each = [float(tf.reduce_sum(getattr(grad, "values", grad))) for grad in combined]
+        assert of_each == [0, 2, 4, 6, 8, 10]
+        return sorted([float(tf.reduce_sum(getattr(grad, "values", grad))) for grad in each] for each in two_alike)
+
+    assert groups() == [[0], [1], [2], [3], [4], [5]]
+    assert groups(num_groups=1) == [[0, 1, 2, 3], [4], [5]]
+    assert groups(num_groups=2) == [[0, 1, 2], [3], [4], [5]]
+    assert groups(groups=[[dense[3], dense[0], half, table]]) == [[0, 3], [1], [2], [4], [5]]
+
+
+@pytest.mark.usefixtures("two_alike")
+@pytest.mark.parametrize(("options", "of_sparse"), [({}, "2"), ({"sparse_as_dense": True}, "1")], ids=str)
+def test_dense_and_sparse_gradients_are_exchanged_on_the_device_that_is_given_for_each(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], of_sparse: str
+) -> None:
+    devices: dict[bool, str] = {}
+
+    def exchange(exchange: Any, grad: Any, name: str) -> Any:
+        devices[isinstance(grad, tf.IndexedSlices)] = tf.identity(0).device[-1]
+        return grad
+
+    monkeypatch.setattr(GradientExchange, "__call__", exchange)
+    given = {"device_dense": "/cpu:1", "device_sparse": "/cpu:2", **options}
+    combiner: Any = hvd.DistributedOptimizer(SGD(), **given).gradient_combiner
+    variables = [tf.Variable([[1.0]]), tf.Variable([[1.0]])]
+
+    @tf.function(autograph=False)
+    def combine() -> None:
+        sparse = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]), tf.constant([1, 1]))
+        combiner([tf.ones([1, 1]), sparse], variables)
+
+    combine.get_concrete_function()
+    assert devices == {False: "1", True: of_sparse}
 
 
 class Around(keras.optimizers.Optimizer):
