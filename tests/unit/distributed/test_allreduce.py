@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.distributed.allreduce import add_up_rows, add_up_rows_in_order, exchange_name
+from horovod_train.distributed import allreduce
+from horovod_train.distributed.allreduce import add_up_rows, add_up_rows_in_order, exchange_name, over_ranks
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 
@@ -76,6 +78,34 @@ def test_rows_in_order_are_a_segment_sum_of_the_cpu_to_the_bit(ranks: int) -> No
     ours, plain = add_up_rows_in_order(rows), add_up_rows(rows)
     assert ours.indices.numpy().tolist() == plain.indices.numpy().tolist()
     assert ours.values.numpy().tobytes() == plain.values.numpy().tobytes()
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 7])
+def test_a_mean_has_the_same_bits_in_whatever_way_a_rank_computes_it(ranks: int) -> None:
+    """TensorFlow's optimizer of graphs changes divisions; where it does, the weights of ranks would part."""
+    total, process_set = tf.constant(np.random.default_rng(0).normal(size=1000), tf.float32), SimpleNamespace()
+    process_set.size = lambda: ranks
+
+    def mean(total: tf.Tensor) -> tf.Tensor:
+        return over_ranks(total, process_set)
+
+    eager, in_graph = mean(total), tf.function(mean)(total)
+    assert eager.numpy().tobytes() == in_graph.numpy().tobytes()
+    np.testing.assert_allclose(eager, total / ranks, rtol=1e-6)
+
+
+@pytest.mark.parametrize("divisor", [3, 1000])
+def test_bfloat16_of_many_ranks_is_added_and_divided_as_float32(monkeypatch: pytest.MonkeyPatch, divisor: int) -> None:
+    """As bfloat16, a sum of ones ends at 256; and 1000 / 3, rounded before it is divided and after it, is another."""
+
+    def of_1000_ranks(values: tf.Tensor, reduce: Any, *_: Any, wire_dtype: tf.DType) -> tf.Tensor:
+        return tf.bitcast(reduce(tf.stack([tf.bitcast(values, wire_dtype)] * 1000)), values.dtype)
+
+    monkeypatch.setattr(allreduce, "_reduce_by_slices", of_1000_ranks)
+    values = tf.constant([1.0, 0.5, 3.0])
+    expected = tf.cast(tf.cast(values * 1000 / divisor, tf.bfloat16), tf.float32)
+    found = allreduce.combine_bf16(values, "any", cast(Any, None), divisor=divisor)
+    assert found.numpy().tolist() == expected.numpy().tolist()
 
 
 def test_exchanges_of_one_name_in_a_graph_are_numbered() -> None:
