@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,13 @@ from horovod_train.data.batch_source import Batch
 from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 from horovod_train.training.compiled import compile_model
-from horovod_train.training.losses import LOSSES_OF_LABELS, LossOfFunction, build_loss, refuse_probabilities
+from horovod_train.training.losses import (
+    LOSSES_OF_LABELS,
+    LossOfFunction,
+    build_loss,
+    refuse_logits,
+    refuse_probabilities,
+)
 
 ROWS = 8
 RNG = np.random.default_rng(0)
@@ -30,6 +37,9 @@ def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
     keras_loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
     assert float(ours) == pytest.approx(float(keras_loss(tf.one_hot(LABELS, 5), LOGITS)), abs=1e-6)
     assert abs(float(ours) - float(build_loss(Spec(**ENTROPY)).loss(LABELS, LOGITS))) > 1e-2
+    documented = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.1})).loss
+    default = build_loss(Spec("smoothed_sparse_categorical_crossentropy")).loss
+    assert float(default(LABELS, LOGITS)) == float(documented(LABELS, LOGITS))
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2)], ids=str)
@@ -58,7 +68,12 @@ def test_reductions_and_losses_over_a_batch_are_keras_own() -> None:
     assert build_loss(Spec("dice", {"axis": 0})).loss.axis == 0
 
 
+shapes: list[tuple[Any, ...]] = []
+"""What `squared` was called with."""
+
+
 def squared(targets: Any, outputs: Any) -> Any:
+    shapes.append((tuple(targets.shape), tuple(outputs.shape)))
     return (targets - outputs) ** 2
 
 
@@ -74,8 +89,11 @@ def test_a_function_of_the_config_gets_what_it_gets_in_fit(targets: tuple[int, .
     assert of_config.name == "squared"
     model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Identity()])
     model.compile("sgd", squared)
+    shapes.clear()
     expected = model.compute_loss(x, tf.constant(y), tf.constant(x), None)
     assert float(of_config(tf.constant(y), tf.constant(x))) == pytest.approx(float(expected), rel=1e-6)
+    in_fit, here = shapes
+    assert here == in_fit
 
 
 WRONG = {
@@ -113,6 +131,7 @@ def test_a_wrong_loss_is_one_line(name: str) -> None:
 TARGETS = {
     "numbers": LABELS,
     "a column of floats": tf.cast(LABELS[:, None], tf.float32),
+    "floats that were computed": tf.cast(LABELS, tf.float32) - 1e-6,
     "one-hot": tf.one_hot(LABELS, 5),
 }
 
@@ -161,6 +180,14 @@ def test_a_class_that_the_schema_excludes_is_refused() -> None:
     expected = "loss.class_weight: there is no class 5; dataset.json says that label has 5, from 0."
     with pytest.raises(UserError, match=re.escape(expected)):
         build_loss(LossSpec("mean_squared_error", {}, {"5": 2})).class_weights[None].check(schema)
+    two = dataclasses.replace(schema, features={**schema.features, "kind": Feature("int64")}, targets=("label", "kind"))
+    of_output: dict[str, Any] = {
+        target: build_loss(Spec("per_output", {"one": {"name": "mse", "target": target, "class_weight": {"5": 2}}}))
+        for target in two.targets
+    }
+    of_output["kind"].class_weights["one"].check(two)  # nothing is said of its classes
+    with pytest.raises(UserError, match=r"^loss\.options\.one\.class_weight: there is no class 5; "):
+        of_output["label"].class_weights["one"].check(two)
 
 
 class OwnStep(keras.Model):
@@ -335,6 +362,20 @@ def test_a_compiled_loss_is_kept_unless_the_config_names_one() -> None:
     assert kept.loss is huber
     compile_model(Config(model=users, loss=LossSpec("mean_absolute_error")), model, None)
     assert isinstance(model.loss, keras.losses.MeanAbsoluteError)
+
+
+@pytest.mark.parametrize(
+    ("last", "made_by"), [(tf.nn.softmax, "softmax"), (tf.nn.sigmoid, "sigmoid"), (tf.nn.relu, "")]
+)
+def test_probabilities_of_a_compiled_step_are_refused_for_a_loss_of_logits(
+    last: Callable[[tf.Tensor], tf.Tensor], made_by: str
+) -> None:
+    step = tf.function(lambda x: refuse_logits(last(x), "any") or x, autograph=False)
+    if made_by:
+        with pytest.raises(ValueError, match=f"^loss any takes logits, but the model ends in a {made_by}, which"):
+            step(LOGITS)
+    else:
+        step(LOGITS)
 
 
 FROM_LOGITS = {"from_logits": True}
