@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -12,10 +13,10 @@ import user_steps
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts
 from horovod_train.config.loader import as_dict
-from horovod_train.config.settings import Config, Spec
+from horovod_train.config.settings import Config, Spec, TrainConfig
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
-from horovod_train.training.hooks.evaluate import saved_state
+from horovod_train.training.hooks.evaluate import _without_other_values, saved_state
 from horovod_train.training.state import Averages, MovingAverages
 from horovod_train.training.steps.optimizers import Optimizers, optimizers_in
 from horovod_train.training.stopping import StopReason
@@ -112,6 +113,35 @@ def test_that_a_hook_or_a_callback_has_ended_the_run_counts_while_the_config_nam
     assert callbacks.ended() == StopReason("enough")
     callbacks.restore({}, 7)
     assert callbacks.ended() is None
+
+
+@pytest.mark.parametrize(
+    ("monitor", "changed", "named"),
+    [
+        ("val_loss", {}, ""),
+        ("val_loss", {"content": "other"}, "data.eval"),
+        ("val_loss", {"train": TrainConfig(l2=0.1)}, "train.l2"),
+        ("val_accuracy", {"train": TrainConfig(l2=0.1)}, ""),
+        ("loss", {"content": "other"}, ""),
+        ("loss", {"train": TrainConfig(l2=0.1), "content": "other"}, "train.l2"),
+    ],
+)
+def test_the_best_value_of_a_callback_counts_unless_its_figure_means_something_else_now(
+    said: list[str], monitor: str, changed: dict[str, Any], named: str
+) -> None:
+    """Other records of the evaluation give other figures of evaluations, and the same of training."""
+    content = changed.pop("content", "records")
+    specs = [Spec("EarlyStopping", {"monitor": monitor, "mode": "max"}), Spec("user_callbacks:Recorder")]
+    state = {"told": 7, "states": {"EarlyStopping": {"best": 0.25}, "user_callbacks:Recorder": {"epochs": 7}}}
+    facts = Facts(7, 1, 0, 1, config=as_dict(Config()), versions={}, callbacks=state, eval_data="records")
+    train, evaluation = SimpleNamespace(features={}), SimpleNamespace(content=content)
+    parts = SimpleNamespace(callbacks=load_callbacks(specs), train=train, eval=evaluation)
+    run: Any = SimpleNamespace(config=Config(**changed), parts=parts)
+    kept = _without_other_values(run, Checkpoint(Path("any"), facts, {}))
+    assert kept["told"] == 7
+    assert kept["states"].keys() == {"user_callbacks:Recorder"} | ({"EarlyStopping"} if not named else set())
+    line = f"callbacks: EarlyStopping begins anew, because another {named} gives other values"
+    assert said == [line] * bool(named)
 
 
 @pytest.mark.parametrize("name", ["EarlyStopping", "ReduceLROnPlateau"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import pytest
@@ -15,6 +15,8 @@ import tensorflow as tf
 import user_callbacks
 import user_hooks
 
+from horovod_train.checkpoint.layout import Checkpoint, Facts
+from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, ModelSpec, Spec
 from horovod_train.data.audit import Audit
 from horovod_train.errors import RunError, UserError
@@ -24,8 +26,10 @@ from horovod_train.training.fine_tuning import Freezing
 from horovod_train.training.hooks import Hook, StopReason, at, every, failing_as, load_hooks
 from horovod_train.training.hooks.evaluate import (
     _evaluate_all,
+    begin_callbacks,
     build_callback_hooks,
     end_callbacks,
+    evaluate,
     is_evaluated,
     tell,
 )
@@ -246,6 +250,164 @@ def test_a_callback_sees_the_figures_that_those_before_it_add() -> None:
     assert logs == {"loss": 0.5}
 
 
+PER_EPOCH = 5
+
+
+class Started(NamedTuple):
+    """What one start of a run does with a callback that notes what it is told."""
+
+    told: list[tuple[str, int | None]]
+    weight: float
+    """To which each beginning adds 1."""
+    figures: list[set[str]]
+    """That on_epoch_end got."""
+    saved: dict[str, Any]
+
+
+def callbacks_told(
+    *, until: int, last: int, saved: Mapping[str, Any] | None = None, stops_in: str = "", evaluates: bool = True
+) -> Started:
+    """Start a run of epochs of five steps, which saves after step `until`. saved: what it resumes with.
+
+    stops_in: the method in which its callback stops it. evaluates: False if a request interrupts the evaluations, of
+    which one is due after each second epoch.
+    """
+    told, figures = list[tuple[str, int | None]](), list[set[str]]()
+    run, step, weight = run_with(), saved["step"] if saved else 0, tf.Variable(saved["weight"] if saved else 0.0)
+
+    def noting(method: str) -> Any:
+        def note(*arguments: Any) -> None:
+            *number, logs = arguments
+            told.append((method.removeprefix("on_"), number[0] if number else None))
+            run.state.model.stop_training = method == stops_in
+            if method.endswith("begin"):
+                weight.assign_add(1.0)
+            if method == "on_epoch_end":
+                figures.append(set(logs))
+
+        return note
+
+    methods = [f"on_{what}_{when}" for what in ("train", "epoch", "train_batch") for when in ("begin", "end")]
+    run.config, run.parts.callbacks = (
+        Config(),
+        load_callbacks([Spec("LambdaCallback", {m: noting(m) for m in methods})]),
+    )
+    run.parts.train, run.parts.last_step = SimpleNamespace(steps_per_epoch=PER_EPOCH), last
+    run.parts.train_step.figures.names, run.parts.evaluated = ("loss",), -1
+    run.parts.eval_step = SimpleNamespace(metrics=SimpleNamespace(names=("loss",)))
+    run.output = SimpleNamespace(last_metrics=lambda split: {"loss": 0.5})
+    run.group.broadcast_object, run.group.sum = lambda value: value, list
+    run.state = SimpleNamespace(
+        step=step,
+        epoch=step // PER_EPOCH,
+        model=SimpleNamespace(stop_training=False),
+        averages=Averages([]),
+        rates={},
+        variables=lambda: {"weight": weight},
+    )
+    run.checkpoint = None
+    if saved:
+        facts = Facts(step, 0, 0, 1, config=as_dict(Config()), versions={}, callbacks=saved["callbacks"])
+        run.checkpoint = Checkpoint(Path("any"), facts, {})
+
+    def evaluation(run: Any, step: int) -> None:
+        run.parts.evaluated = step if evaluates else -1
+
+    hooks = build_callback_hooks(run, [every(2 * PER_EPOCH, evaluation, is_done=is_evaluated)])
+    begin_callbacks(run)
+    for hook in hooks:  # which an earlier start may have left
+        if step and hook.is_due(step) and not hook.is_done(run, step):
+            hook.function(run, step)
+    for now in range(step + 1, until + 1):
+        run.state.step = now
+        for hook in hooks:
+            if hook.is_due(now):
+                hook.function(run, now)
+    for _ in range(2 * (until == last)):  # the second time it is told already
+        end_callbacks(run, last)
+    state = {"step": until, "weight": float(weight), "callbacks": run.parts.callbacks.state()}
+    return Started(told, float(weight), figures, state)
+
+
+def beginnings(told: Sequence[tuple[str, int | None]]) -> int:
+    return sum(method.endswith("begin") for method, _ in told)
+
+
+def told_by_fit(last: int) -> list[tuple[str, int | None]]:
+    expected: list[tuple[str, int | None]] = [("train_begin", None)]
+    for step in range(last):
+        epoch, batch = divmod(step, PER_EPOCH)
+        expected += [("epoch_begin", epoch)] * (batch == 0) + [("train_batch_begin", batch), ("train_batch_end", batch)]
+        expected += [("epoch_end", epoch)] * (batch == PER_EPOCH - 1)
+    return [*expected, ("train_end", None)]
+
+
+@pytest.mark.parametrize("last", [8, 10])
+def test_callbacks_are_told_each_beginning_and_end_once_as_by_fit(last: int) -> None:
+    """No batch begins after the last, whether or not an epoch ends with it. What callbacks change remains."""
+    found = callbacks_told(until=last, last=last)
+    assert found.told == told_by_fit(last)
+    assert found.weight == beginnings(found.told)
+    assert found.figures == [{"loss"}, {"loss", "val_loss"}][: last // PER_EPOCH]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "again", "left"),
+    [
+        (3, [("epoch_begin", 0), ("train_batch_begin", 3)], [("train_batch_end", 3)]),
+        (5, [("epoch_begin", 1), ("train_batch_begin", 0)], [("train_batch_end", 0)]),
+        (8, [], []),
+    ],
+)
+def test_callbacks_of_a_run_that_resumes_are_told_again_what_had_begun_and_then_what_is_left(
+    stopped: int, again: list[Any], left: list[Any]
+) -> None:
+    """What they change when they are told again is in the checkpoint already. A run that was over is over."""
+    before = callbacks_told(until=stopped, last=8)
+    found = callbacks_told(until=8, last=8, saved=before.saved)
+    assert found.told[: 1 + len(again)] == [("train_begin", None), *again]
+    assert [*before.told, *found.told[1 + len(again) :]] == told_by_fit(8)
+    assert found.told[1 + len(again) :][: len(left)] == left
+    assert found.weight == beginnings(told_by_fit(8))
+
+
+def test_an_epoch_whose_evaluation_was_interrupted_ends_after_it() -> None:
+    before = callbacks_told(until=10, last=15, evaluates=False)
+    assert before.told[-1] == ("train_batch_end", 4)
+    found = callbacks_told(until=15, last=15, saved=before.saved)
+    assert found.told[:3] == [("train_begin", None), ("epoch_begin", 1), ("epoch_end", 1)]
+    assert [*before.told, *found.told[2:]] == told_by_fit(15)
+    assert found.weight == beginnings(told_by_fit(15))
+
+
+def test_an_epoch_in_whose_end_a_callback_stops_is_the_last_that_begins() -> None:
+    found = callbacks_told(until=5, last=15, stops_in="on_epoch_end")
+    assert found.told == told_by_fit(5)[:-1]
+    assert found.saved["callbacks"].pop("have_stopped")
+    # With other callbacks it trains on; what they change where the next epoch begins is new.
+    on = callbacks_told(until=15, last=15, saved=found.saved)
+    assert on.told == [("train_begin", None), *told_by_fit(15)[len(found.told) :]]
+    assert on.weight == beginnings(told_by_fit(15))
+
+
+def test_a_run_that_a_callback_has_stopped_is_over_though_another_one_takes_that_back() -> None:
+    """Before the first step, too; here the end of a batch sets stop_training to False."""
+    assert callbacks_told(until=0, last=15, stops_in="on_train_batch_begin").saved["callbacks"]["have_stopped"]
+    assert callbacks_told(until=5, last=15, stops_in="on_train_batch_begin").told == told_by_fit(5)[:-1]
+
+
+@pytest.mark.parametrize(("at_end", "is_noted"), [("no", False), ("done", True), ("stopped", True), ("always", True)])
+def test_a_run_without_callbacks_notes_its_end_if_users_hooks_are_called_there(at_end: Any, is_noted: bool) -> None:
+    """What they change is saved after it, and a later start must not have them change it again."""
+    run = run_with()
+    run.parts.train, run.parts.users_hooks = SimpleNamespace(steps_per_epoch=5), [every(3, print, at_end=at_end)]
+    run.parts.eval_step, run.output = None, SimpleNamespace(last_metrics=lambda split: {})
+    run.state, run.group.broadcast_object = SimpleNamespace(averages=Averages([])), lambda value: value
+    for hook in build_callback_hooks(run, []):
+        hook.function(run, 9)
+    assert (run.parts.callbacks.train_ended_at == 9) == is_noted
+
+
 def test_an_epoch_ends_in_the_order_of_fit() -> None:
     """A batch that ends after the evaluation would seem to have taken as long."""
     user_callbacks.told.clear()
@@ -312,3 +474,105 @@ def test_an_evaluation_that_is_interrupted_leaves_no_weight_that_it_assigns(
     pipeline: Any = SimpleNamespace(one_epoch=lambda steps: [(None, 1, None)] * 2, explaining=nullcontext)
     assert _evaluate_all(run, pipeline, step) == reason
     assert float(weight) == left
+
+
+class HalvesInTests(keras.callbacks.Callback):
+    """Halves the weight and the rate where an evaluation begins, doubles them where it ends, and counts evaluations."""
+
+    begun = 0
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.begun += 1
+        self._scale(0.5)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._scale(2)
+
+    def _scale(self, factor: float) -> None:
+        for variable in (*self.model.weights, self.model.rate):
+            variable.assign(factor * variable)
+
+    def get_state(self) -> int:
+        return self.begun
+
+    def set_state(self, state: int) -> None:
+        self.begun = state
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation of a weight of 2 with an average of 8, at a rate of 0.5, has seen and left."""
+
+    weights_seen: list[float]
+    weight: float
+    rate: float
+    callback_states: list[Any]
+    done: list[Any]
+    """What was told of its values, in order."""
+    reasons: list[StopReason | None]
+
+
+def evaluated(*callbacks: str, of_optimizer: bool, request: StopReason | None = None, times: int = 1) -> Evaluated:
+    weight, rate, seen, done = keras.Variable([2.0], name="weight"), tf.Variable(0.5), list[float](), list[Any]()
+    model = SimpleNamespace(weights=[weight], rate=rate, stop_training=False)
+    run = run_with()
+    run.parts.callbacks = loaded = load_callbacks([Spec(name) for name in callbacks])
+    averages = Averages([(weight, tf.Variable([8.0]))], are_of_optimizer=of_optimizer)
+    for named in loaded.named:
+        vars(named.callback)["averages"] = averages
+        named.callback.set_model(model)
+    run.state = SimpleNamespace(step=5, epoch=1, model=model, rates={"rate": rate}, averages=averages)
+    run.state.settle = lambda group: done.append("settled")
+    run.config = SimpleNamespace(train=SimpleNamespace(steps_per_call=1))
+    run.stopping = SimpleNamespace(vote_periodically=lambda: request)
+    run.group.heartbeat.probing = lambda counter: nullcontext()
+    run.group.broadcast_object, run.group.union, run.group.sum = lambda value: value, set, list
+    run.output = SimpleNamespace(append_metrics=lambda split, step, epoch, values: done.append((split, step, values)))
+    parts, of_eval = run.parts, {"one_epoch": lambda steps: [(None, 1, None)], "explaining": nullcontext}
+    parts.eval = SimpleNamespace(
+        skipped={3, 4}, check_used=lambda number, key: done.append(f"{number} left out of {key}"), **of_eval
+    )
+    parts.eval_step = SimpleNamespace(
+        counter=SimpleNamespace(step=0),
+        forward_state=SimpleNamespace(variables=[], values=list),
+        run=lambda *batch: seen.append(float(weight.numpy()[0])),
+        has_compiled=lambda size: True,
+        metrics=SimpleNamespace(result=lambda group: {"loss": 0.25}),
+    )
+    parts.evaluated = tf.Variable(-1)
+    parts.best = SimpleNamespace(update=lambda step, values: done.append("best"))
+    parts.early_stopping = SimpleNamespace(update=lambda step, values: done.append("early stopping"))
+    reasons = [evaluate(run, 5) for _ in range(times)]
+    states = [named.state() for named in loaded.named if hasattr(named.callback, "get_state")]
+    return Evaluated(seen, float(weight.numpy()[0]), float(rate), states, done, reasons)
+
+
+SWAPS, HALVES = "SwapEMAWeights", "test_hooks:HalvesInTests"
+NOTED = [
+    "settled",
+    "2 left out of data.eval",
+    ("eval", 5, {"loss": 0.25, "skipped_records": 2}),
+    "best",
+    "early stopping",
+]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "of_optimizer", "weight_seen"),
+    [((), False, 8), ((), True, 2), ((SWAPS,), True, 8), ((HALVES,), True, 1)],
+)
+def test_an_evaluation_sees_the_weights_that_are_asked_for_once_a_step(
+    callbacks: tuple[str, ...], of_optimizer: bool, weight_seen: float
+) -> None:
+    """The averages of train.ema_decay, and those of an optimizer if a callback asks for it."""
+    found = evaluated(*callbacks, of_optimizer=of_optimizer, times=2)
+    assert (found.weights_seen, found.done) == ([weight_seen], NOTED)
+    assert (found.weight, found.rate) == (2, 0.5)
+    assert found.callback_states == [1] * (HALVES in callbacks)
+
+
+@pytest.mark.parametrize("callbacks", [(), (SWAPS,), (HALVES,), (HALVES, SWAPS), (SWAPS, HALVES)])
+def test_an_evaluation_that_is_interrupted_leaves_everything_as_it_was(callbacks: tuple[str, ...]) -> None:
+    """The run is saved so, and evaluates anew when it resumes."""
+    found = evaluated(*callbacks, of_optimizer=True, request=REQUEST)
+    assert (found.weight, found.rate, found.done, found.reasons) == (2, 0.5, ["settled"], [REQUEST])
+    assert found.callback_states == [0] * (HALVES in callbacks)
