@@ -23,6 +23,8 @@ from horovod_train.training.losses import (
     build_loss,
     refuse_logits,
     refuse_probabilities,
+    takes_labels,
+    takes_logits,
 )
 
 ROWS = 8
@@ -362,6 +364,30 @@ def test_a_compiled_loss_is_kept_unless_the_config_names_one() -> None:
     assert kept.loss is huber
     compile_model(Config(model=users, loss=LossSpec("mean_absolute_error")), model, None)
     assert isinstance(model.loss, keras.losses.MeanAbsoluteError)
+
+
+SMOOTHED = "smoothed_sparse_categorical_crossentropy"
+
+
+@pytest.mark.parametrize(
+    ("loss", "logits", "labels"),
+    [
+        (lambda: build_loss(Spec(SMOOTHED)).loss, True, True),
+        (lambda: build_loss(Spec("test_losses:squared")).loss, None, False),
+        (lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True), True, True),
+        (lambda: keras.losses.SparseCategoricalCrossentropy(), False, True),
+        (lambda: keras.losses.SparseCategoricalCrossentropy(ignore_class=0), False, False),
+        (lambda: keras.losses.sparse_categorical_crossentropy, False, True),
+        (lambda: "sparse_categorical_crossentropy", False, True),
+        (lambda: keras.losses.CategoricalCrossentropy(), False, False),
+        (lambda: "BinaryCrossentropy", False, False),
+        (lambda: keras.losses.MeanSquaredError(), None, False),
+        (lambda: "mse", None, False),
+    ],
+)
+def test_what_a_loss_compares_with_what_is_known(loss: Callable[[], Any], logits: bool | None, labels: bool) -> None:
+    """Logits get a softmax where predictions have probabilities; a label is the number of an output."""
+    assert (takes_logits(loss()), takes_labels(loss())) == (logits, labels)
 
 
 @pytest.mark.parametrize(
