@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from keras.optimizers import SGD, LossScaleOptimizer, MultiOptimizer, OptimizerMap, schedules
 
+import horovod_train.keras as hvd
 from horovod_train.distributed import objects
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
@@ -60,6 +61,18 @@ def test_epochs_that_cannot_end_together_are_refused(
 def test_a_compiled_call_of_more_batches_than_a_rank_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^model.fit: steps_per_execution=4 is more than the 3 batches of rank 1, and"):
         in_fit(monkeypatch, 4)._end_together([(1, 5), (1, 3)])
+
+
+def test_variables_are_local_that_the_callback_or_an_optimizer_of_the_model_names() -> None:
+    """Which are neither broadcast nor compared."""
+    given, later, of_optimizer, shared = (keras.Variable([1.0]) for _ in range(4))
+    optimizer: Any = hvd.DistributedOptimizer(SGD())
+    optimizer.register_local_var(of_optimizer)
+    for local_variables in (given, [given], {"a": [given, None]}):
+        callback: Any = BroadcastGlobalVariablesCallback(local_variables=local_variables)
+        callback.register_local_var(later)
+        callback._optimizers = [SGD(), optimizer]
+        assert [callback._is_local(each) for each in (given, later, of_optimizer, shared)] == [True, True, True, False]
 
 
 def test_a_rank_that_ends_an_epoch_early_is_refused_unless_all_stop_at_the_same_batch(

@@ -59,6 +59,16 @@ def test_local_variables_do_not_go_with_a_norm_over_all_gradients(build: Any, re
         register_and_build()
 
 
+def test_a_local_layer_that_has_no_variables_yet_is_refused() -> None:
+    """Else all ranks would train it together."""
+    with pytest.raises(UserError, match=r"^PartialDistributedOptimizer: local layer own has no variables yet"):
+        hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1, name="own"))
+    with pytest.raises(
+        UserError, match=r"^PartialDistributedGradientTape: local layer own has no variables yet. Build"
+    ):
+        hvd_tf.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[keras.layers.Dense(1, name="own")])
+
+
 def test_local_variables_go_with_a_norm_of_each_gradient() -> None:
     optimizer, (shared, local) = hvd.DistributedOptimizer(MultiOptimizer(OptimizerMap(SGD(clipnorm=1.0)))), variables()
     optimizer.register_local_var(local)
