@@ -28,6 +28,7 @@ from horovod_train.output.files import (
     Lines,
     each_line,
     is_cut_short,
+    open_regular,
     parse_json,
     read_whole,
     remove,
@@ -81,7 +82,11 @@ class RankLog:
 
 
 class FileRankLog(RankLog):
-    """Appends to the rank's file in `folder`; safe to use from several threads."""
+    """Appends to the rank's file in `folder`, until a later start does; safe to use from several threads.
+
+    A run that was suspended may have lost its directory to a run that appends to the same file, and whose readers take
+    what follows its "start" for that run's. From then on this one is as a log without a run directory.
+    """
 
     def __init__(self, folder: Path, rank: int, host: str) -> None:
         self.name = f"{FOLDER}/rank-{rank}.log"
@@ -92,6 +97,10 @@ class FileRankLog(RankLog):
         self._lines = _LogLines(log_file(folder, rank))
         # C code writes stacks, when there may be no time left to open a file.
         self._stacks = self._lines.path.open("a", encoding="utf-8")
+        self._searched = self._lines.path.stat().st_size
+        """Up to where the file has been searched for starts."""
+        self._starts = 0
+        """This one, and those that have begun in the file since."""
         if not faulthandler.is_enabled():  # as by PYTHONFAULTHANDLER, whose reader looks at the terminal
             faulthandler.enable(self._stacks)  # a crash in C code has no exception
         if is_cut_short(self._lines.path):
@@ -100,15 +109,18 @@ class FileRankLog(RankLog):
     def write(self, kind: str, text: str) -> None:
         entry = printable(without_secrets(f"{kind} {text}")).replace("\n", "\n    ")
         with self._lock:
-            self._lines.append(f"{now()} {entry}")
+            if self._is_ours():
+                self._lines.append(f"{now()} {entry}")
 
     def write_stacks(self, why: str) -> None:
         self.write("stacks", f"of all threads: {why}")
         with self._lock:
-            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            faulthandler.dump_traceback(file=self._stacks if self._is_ours() else sys.stderr, all_threads=True)
 
     def end_process_after(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks)
+        # Asks no disk, which may hang, and waits for no thread that does.
+        file = self._stacks if self._starts < 2 else sys.stderr
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         shown = {name: without_secrets(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
@@ -116,12 +128,28 @@ class FileRankLog(RankLog):
         with self._lock:
             # Before the line: a reader that has seen the line finds the file.
             try:
-                write_atomically(self._end, json.dumps(content) + "\n", _END, sync=False)
+                if self._is_ours():
+                    write_atomically(self._end, json.dumps(content) + "\n", _END, sync=False)
             except OSError as error:
                 to_stderr(f"warning: {self._end} cannot be written: {error.strerror}.")
         self.write("end", f"{ended}, exit code {exit_code}")
         with self._lock:
             self._lines.report_missing()
+
+    def _is_ours(self) -> bool:
+        """Return whether no later start has begun in the file."""
+        with contextlib.suppress(OSError):
+            new_bytes = self._lines.path.stat().st_size - self._searched
+            if self._starts < 2 and new_bytes > 0:
+                with open_regular(self._lines.path) as file:
+                    file.seek(self._searched)
+                    lines, end, _ = file.read(new_bytes).rpartition(b"\n")
+                self._searched += len(lines + end)
+                entries = [read_line(line.decode("utf-8", errors="replace")) for line in lines.split(b"\n")]
+                self._starts += sum(entry is not None and entry.kind == "start" for entry in entries)
+        if self._starts > 1:
+            self.name = ""
+        return self._starts < 2
 
 
 class _LogLines(Lines):

@@ -425,10 +425,9 @@ ctypes.string_at(0)
 
 
 def test_a_crash_in_c_code_leaves_its_stack_and_is_no_lack_of_memory(tmp_path: Path) -> None:
-    run = Run(tmp_path, 1, "mpirun")
+    run = Run(tmp_path, 2, "mpirun")
     (tmp_path / "crashing.py").write_text(CRASHING)
     run_process([sys.executable, str(tmp_path / "crashing.py"), str(tmp_path)])
-    run.logs[0].write("start", introduction(0, 2, "mpirun", "node0"))
     run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
     found = explain(tmp_path)
     assert (found.state, found.rank) == ("crashed", 1)

@@ -219,6 +219,31 @@ def test_no_text_begins_an_entry_of_its_own(end: str, tmp_path: Path) -> None:
     assert (now.about.host, now.ended) == ("here", "failed, exit code 1")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_run_that_another_has_followed_in_its_directory_writes_no_more(
+    tmp_path: Path, rank: int, has_ended: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was suspended, and wakes while the other trains, or when that has ended: readers must see the other alone."""
+    make_folder(tmp_path)
+    woken = open_rank_log(tmp_path, rank, "here", start_text=introduction(rank, 2, "none", "here"))
+    woken.write("phase", "train after step 0")
+    make_folder(tmp_path)
+    other = open_rank_log(tmp_path, rank, "there", start_text=introduction(rank, 2, "none", "there"))
+    if has_ended:
+        other.end("done", 0)
+    before = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
+    assert woken.name
+    woken.write_traceback(RuntimeError("another run has taken the directory"))
+    woken.write_stacks("it ends")
+    woken.end("failed", 73)
+    assert {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()} == before
+    assert woken.name == ""  # no message says that its log has more
+    assert "most recent call first" in capfd.readouterr().err
+    other.write("phase", "train after step 9")
+    assert [entry.text for entry in read_stories(tmp_path)[rank].find("phase")] == ["train after step 9"]
+
+
 def test_no_password_reaches_the_logs(tmp_path: Path) -> None:
     make_folder(tmp_path)
     log = open_rank_log(tmp_path, 0, "here", start_text="begins")
