@@ -64,8 +64,10 @@ class Holder:
 class Lease:
     """A lease of nothing, which ranks other than root have: nothing to keep, nothing to lose."""
 
-    lost: str | None = None
-    """Which run has taken the directory from this run; None if none has."""
+    @property
+    def lost(self) -> str | None:
+        """Which run has taken the directory from this run; None if none has."""
+        return None
 
     def is_ours(self) -> bool:
         """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
@@ -81,14 +83,23 @@ class FileLease(Lease):
     def __init__(self, path: Path, holder: Holder, refreshed: float, refresh_s: float, stale_s: float) -> None:
         self._path, self._holder, self._refresh_s, self._stale_s = path, holder, refresh_s, stale_s
         self._refreshed = refreshed
+        self._lost: str | None = None
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="lease", daemon=True)
         self._thread.start()
 
+    @property
+    def lost(self) -> str | None:
+        # Without a refresh for so long this process was suspended, and wakes: another run may have the directory.
+        is_overdue = _now() - self._refreshed > 2 * self._refresh_s
+        if is_overdue and not self._released.is_set():
+            self.is_ours()
+        return self._lost
+
     def is_ours(self) -> bool:
         with suppress(OSError):
             self._check(refresh=False)
-        return self.lost is None
+        return self._lost is None
 
     def close(self) -> None:
         self._released.set()
@@ -102,13 +113,13 @@ class FileLease(Lease):
                 remove(self._path, _LEASE)
 
     def _keep_fresh(self) -> None:
-        while self.lost is None and not self._released.wait(self._refresh_s):
+        while self._lost is None and not self._released.wait(self._refresh_s):
             # A full or vanished disk does not end the run here: checkpoints report the problem.
             with suppress(OSError):
                 try:
                     self._check(refresh=True)
                 except FileNotFoundError:
-                    if self.lost is None:
+                    if self._lost is None:
                         _create(self._path, self._holder)
 
     def _check(self, *, refresh: bool) -> None:
@@ -118,7 +129,7 @@ class FileLease(Lease):
             with _opened(self._path) as lease:
                 holder = _read(lease)
                 if holder is not None and holder.token != self._holder.token:
-                    self.lost = str(holder)
+                    self._lost = str(holder)
                 elif refresh:
                     os.utime(lease)  # the file just read, even if another is at the path by now
                     self._refreshed = now
@@ -126,7 +137,7 @@ class FileLease(Lease):
             # Another run may have taken the stale lease and have ended since.
             silent_s = _now() - self._refreshed
             if silent_s > self._stale_s and self._path.parent.is_dir():
-                self.lost = f"one that has ended: this run did not refresh its lease for {silent_s:.0f} s"
+                self._lost = f"one that has ended: this run did not refresh its lease for {silent_s:.0f} s"
             raise
 
 

@@ -124,6 +124,9 @@ class Output:
     def show_progress(self, step: int) -> None:
         """Move the bar."""
 
+    def stop_progress(self) -> None:
+        """Let go of the terminal."""
+
     def append_metrics(
         self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
@@ -221,6 +224,10 @@ class RunOutput(Output):
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
+    def stop_progress(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
     def append_metrics(
         self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
@@ -270,8 +277,7 @@ class RunOutput(Output):
             raise RunError(f"{path}: cannot be written: {error.strerror}.") from error
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.stop_progress()
         while self._writers:
             self._writers.pop(0).close()
         self._times.close()

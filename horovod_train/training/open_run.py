@@ -52,7 +52,7 @@ from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RanksStartApart, UserError
 from horovod_train.output import logs, rank_log
-from horovod_train.output.lease import open_lease
+from horovod_train.output.lease import Lease, open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
 from horovod_train.shown_text import listed
 from horovod_train.training.build import Components, build_components, build_first_model
@@ -165,7 +165,8 @@ class Run:
     config: Config
     """With the global batch size and data.inputs filled in."""
     group: WorkerGroup
-    output: Output
+    opened: Output
+    """See `output`."""
     store: Store
     stopping: StopCoordinator
     run_end: RunEnd
@@ -176,6 +177,11 @@ class Run:
     """On time.monotonic's clock."""
     phase_times: PhaseTimes
     clock: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def output(self) -> Output:
+        """What the run writes beside checkpoints: nothing, as on other ranks, once another run has the directory."""
+        return Output() if self.stopping.lease.lost else self.opened
 
     @property
     def state(self) -> TrainState:
@@ -222,7 +228,7 @@ def open_run(config: Config) -> Iterator[Run]:
         log_file = _open_rank_log(config, group)
         stack.enter_context(logs.to_file(log_file.write))
         # Around the run's end, which first shows the error and tells the other ranks.
-        stack.enter_context(_output_told_of_failure(output))
+        stack.enter_context(_output_told_of_failure(output, lease))
         signals = stack.enter_context(collected_signals())
         run_end = stack.enter_context(RunEnd(group, log_file, open_watchdog(group, log_file, config.watch)))
         stack.enter_context(closing(lease))  # a run that fails gives it up before the run's end
@@ -297,13 +303,16 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
 
 
 @contextmanager
-def _output_told_of_failure(output: Output) -> Iterator[None]:
-    """If the block fails, let the trackers and writers of metrics know."""
+def _output_told_of_failure(output: Output, lease: Lease) -> Iterator[None]:
+    """If the block fails, let the trackers and writers of metrics know, unless another run continues them."""
     try:
         yield
     except BaseException:
         try:
-            output.fail()
+            if lease.lost:
+                output.stop_progress()
+            else:
+                output.fail()
         except Exception as error:  # a user's writer may raise anything, and is not why the run ends
             log.warning(f"the metrics cannot be closed: {type(error).__name__}: {error}")
         raise

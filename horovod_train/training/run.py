@@ -319,10 +319,15 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
 def _raise_on_root(run: Run) -> None:
     """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
     with run.group.raise_together():
-        if run.stopping.lease.lost:
-            raise InUse("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
+        _must_be_ours(run)
         if run.store.given_up:
             raise RunError(run.store.given_up)
+
+
+def _must_be_ours(run: Run) -> None:
+    """Raise InUse on root if another run has taken the directory."""
+    if not run.stopping.lease.is_ours():
+        raise InUse("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
 
 
 def position(state: TrainState, pipeline: BatchSource) -> int:
@@ -468,6 +473,7 @@ def _finish(run: Run, reason: StopReason, *, is_told: bool) -> int:
     with saving(run):
         failure = run.store.wait()
     with run.group.raise_together():
+        _must_be_ours(run)
         if failure:
             raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(run, reason)

@@ -52,8 +52,9 @@ class StopReason:
 
 _WALLTIME, _LEASE = "walltime", "another run has taken the run directory"
 _SAVES = "checkpoints cannot be saved"
-# The file first, because it would stop the next start too.
-_ALL = (STOP_FILE_REASON, *(number.name for number in STOP_SIGNALS), _WALLTIME, _LEASE, _SAVES)
+# The lease first: without it nothing can be saved, and the stop file is another run's. The file next, because it would
+# stop the next start too.
+_ALL = (_LEASE, STOP_FILE_REASON, *(number.name for number in STOP_SIGNALS), _WALLTIME, _SAVES)
 LEASE_LOST = StopReason(_LEASE, restartable=True)
 SAVES_FAILED = StopReason(_SAVES, restartable=True)
 

@@ -17,6 +17,7 @@ from conftest import PROJECT, RankFacts, train
 from horovod_train.checkpoint.layout import open_checkpoint
 from horovod_train.inference.run import load_weights
 from horovod_train.output.lease import open_lease
+from horovod_train.output.metrics import metrics_in
 
 WAY = ("mpirun", 2)
 
@@ -298,12 +299,21 @@ def test_a_hook_that_fails_on_one_rank_ends_all_though_the_others_wait_for_it(
 
 @pytest.mark.long
 def test_a_run_whose_directory_another_has_taken_ends_as_one_that_found_it_taken(digits: Path, tmp_path: Path) -> None:
-    """Under SLURM the other's checkpoints would else count as this run's, which would be requeued beside it."""
+    """Under SLURM the other's checkpoints would else count as this run's, which would be requeued beside it.
+
+    What the other has written of its steps stays as it is.
+    """
     words = [*on_digits(digits), "hooks=user_hooks:lose_the_directory", "--output-dir", tmp_path / "run"]
+    words += ["log.every_steps=1", "log.writers=[user_hooks:Steps]"]
     finished = train(words, launcher="mpirun", np=2)
     assert finished.returncode == 73, finished.text
     assert "output_dir: another run has taken the directory" in finished.stderr
     assert not any((tmp_path / "run" / "checkpoints").glob("step-*"))
+    rows = metrics_in((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [(row.step, row.split) for row in rows] == [(1, "train")]
+    assert (tmp_path / "run" / "steps.txt").read_text() == "1 "
+    assert not (tmp_path / "run" / "times.jsonl").exists()
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.long

@@ -331,6 +331,18 @@ def test_a_lost_lease_is_noticed_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "lease.json").stat().st_mtime_ns == sign
 
 
+def test_a_process_that_wakes_sees_a_lost_lease_before_its_thread_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = open_lease(tmp_path, refresh_s=500)
+    leave(tmp_path, token="theirs")
+    assert held.lost is None  # it has just been refreshed, and is not read for each line
+    now = lease._now() + 1001
+    monkeypatch.setattr(lease, "_now", lambda: now)
+    assert "on node12, job 33" in str(held.lost)
+    held.close()
+
+
 def test_the_holder_notices_by_itself(tmp_path: Path) -> None:
     held = open_lease(tmp_path, refresh_s=0.05)
     leave(tmp_path, token="theirs")

@@ -21,7 +21,9 @@ import pytest
 from horovod_train.config.settings import EarlyStoppingConfig
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
+from horovod_train.output.files import STOP_FILE
 from horovod_train.training.stopping import (
+    LEASE_LOST,
     SECONDS_BETWEEN_VOTES,
     EarlyStopping,
     Margin,
@@ -251,6 +253,17 @@ def test_a_signal_that_comes_while_others_are_told_is_told_next_time(monkeypatch
     monkeypatch.setattr(signal, "Signals", name_and_receive)
     assert stopping._reasons() == {"SIGTERM", "SIGINT"}
     assert stopping._reasons() == {"SIGTERM", "SIGINT", "SIGHUP"}
+
+
+def test_a_run_that_has_lost_its_directory_ends_for_that_whatever_else_ends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was suspended, until after its walltime: to save, or to tell of a stop, is the other run's."""
+    Clock(monkeypatch)
+    (tmp_path / STOP_FILE).touch()
+    lost: Any = SimpleNamespace(lost="pid 7 on node12", given_up="full", write_s=0.0)
+    stopping = StopCoordinator(Alone(), lost, lost, {signal.SIGTERM}, deadline=0.0, run_dir=tmp_path)  # type: ignore[arg-type]
+    assert stopping.vote() == LEASE_LOST
 
 
 def test_a_target_that_was_reached_by_little_is_known_after_a_restart() -> None:
