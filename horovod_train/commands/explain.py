@@ -75,6 +75,7 @@ _BY_TEXT = (
         "free space on the disk that is full (df {run_dir})",
     ),
     (r"output_dir: .* is gone: removed, renamed", "bring {run_dir} back, or choose another --output-dir"),
+    (r"longer than gloo waits", "set HOROVOD_GLOO_TIMEOUT_SECONDS to more seconds than the job is suspended for"),
     (r"another run has taken the directory", "stop the other run, or choose another --output-dir"),
     (
         r"checkpoint could not be saved|saves? (in a row )?ha(s|ve) failed",

@@ -12,7 +12,7 @@ line that all of its ranks know. The messages, by `kind`:
     ready    rank → root    it has written them
     leave    root → ranks   end now; `text` as in stop, for a rank that `stop` has not reached
     stalled  rank → root    `text`: root was silent for too long, and this rank ends
-    bye      root ↔ ranks   the sender has finished
+    bye      root ↔ ranks   the sender has finished, or, if `has_failed`, has reported that it fails
 
 A stalled run ends in two rounds: root sends `stop`, and the ranks write their stacks and answer `ready`; then root
 sends `leave`. No rank ends before all have written, because a launcher kills all ranks when the first has ended.
@@ -50,6 +50,8 @@ from horovod_train.output.rank_log import RankLog
 if TYPE_CHECKING:  # The watchdog needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
+GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+"""The variable that tells gloo how long to wait for a rank."""
 ANSWER_WITHIN_S = 3.0
 _SAID_WITHIN_S = 1.0
 """How long a line waits for a reader of the stream."""
@@ -114,8 +116,14 @@ class WatchState:
         self.is_closed = False
         self.finished: list[int] = []
         """The ranks that have said that they end, as far as this one is told, in that order."""
+        self.failed: set[int] = set()
+        """Those of them that had failed, maybe because another had: they are no cause by themselves."""
+        self.has_failed = False
+        """This rank has reported that it fails."""
         self.paused_until = 0.0
         """Until this time the process counts as recently frozen, or short of CPU."""
+        self.paused_s = 0.0
+        """For how long it was that."""
         self._host_claim = host_claim
         self._has_printed = False
 
@@ -126,6 +134,7 @@ class WatchState:
     def discount_pause(self, seconds: float, now: float) -> None:
         """Do not count other ranks as silent for a time in which this process could not hear them."""
         self.detector.discount_pause(seconds)
+        self.paused_s = max(seconds, self.paused_s if now < self.paused_until else 0.0)
         self.paused_until = now + PAUSED_AFTER_S
 
     def set_speaker(self, rank: int) -> None:
@@ -161,8 +170,21 @@ class WatchState:
 
     def report_finished(self) -> None:
         """Name the first rank that has finished as the cause, after Horovod has given up: the others need it."""
-        if self.cause is None and self.finished:
-            self.announce_cause(Cause(self.finished[0], LEFT, 1))
+        left = [rank for rank in self.finished if rank not in self.failed]
+        if self.cause is None and left:
+            self.announce_cause(Cause(left[0], LEFT, 1))
+
+    def report_suspended(self, now: float) -> None:
+        """Name this process's suspension as the cause, after gloo has given up: its limit runs on meanwhile.
+
+        All ranks of a job are suspended together, so no other rank has been silent.
+        """
+        if self.cause or self.group.exchange != "gloo" or now > self.paused_until + LEAVE_WITHIN_S:
+            return
+        limit_s = os.environ.get(GLOO_TIMEOUT, "")
+        if limit_s.isdecimal() and self.paused_s >= float(limit_s):
+            limit = f"longer than gloo waits ({GLOO_TIMEOUT}: {limit_s})"
+            self.announce_cause(Cause(self.group.rank, f"was suspended for {self.paused_s:.0f} s, {limit}", 1))
 
     def start_exit_timer(self, exit_code: int) -> None:
         """Let the watchdog's thread end this process if it does not end by itself in time."""
@@ -176,8 +198,11 @@ class WatchState:
     def close(self) -> None:
         """Tell the other ranks that this one has finished, so that they do not count it as lost."""
         if self.cause is None:
-            self.transport.send({"kind": "bye"})
+            self.say_bye()
         self.is_closed = True
+
+    def say_bye(self) -> None:
+        self.transport.send({"kind": "bye", "has_failed": self.has_failed})
 
     def print_once_per_host(self, line: str) -> None:
         """Print a line that all ranks of this host know, unless one of them has printed why the run ends."""
@@ -300,6 +325,8 @@ class Role(ABC):
     def _finish(self, rank: int, message: Message, now: float) -> None:
         if rank not in self._state.finished:  # it may say so twice
             self._state.finished.append(rank)
+        if message.get("has_failed"):
+            self._state.failed.add(rank)
         self._state.detector.forget(rank)
 
 
@@ -325,7 +352,7 @@ class WatchThread:
             time.sleep(self._turn_s / 10)  # If every turn fails, do not use a whole core.
         if self._state.cause is None:
             # Send it again: if `close` could not, the others would take the closed connection for a lost rank.
-            self._state.transport.send({"kind": "bye"})
+            self._state.say_bye()
         self._state.transport.close()
 
     def _turn(self) -> None:

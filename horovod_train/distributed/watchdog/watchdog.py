@@ -26,6 +26,7 @@ from horovod_train.distributed.launch.network import choose_host, exchange_inter
 from horovod_train.distributed.watchdog.transport import Address, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import (
     ANSWER_WITHIN_S,
+    GLOO_TIMEOUT,
     LEAVE_WITHIN_S,
     Cause,
     Coordinator,
@@ -110,6 +111,7 @@ class RankWatchdog(Watchdog):
                 state.report_silent(time.monotonic())
                 if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
                     state.report_finished()
+                    state.report_suspended(time.monotonic())
             return state.cause
 
     def print_once_per_host(self, line: str) -> None:
@@ -126,7 +128,8 @@ class RankWatchdog(Watchdog):
         yield
         with state.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
             # This rank has reported its failure, so it must not count as disappeared.
-            state.transport.send({"kind": "bye"})
+            state.has_failed = True
+            state.say_bye()
 
     def close(self) -> None:
         with self._state.changed:
@@ -169,7 +172,7 @@ def stall_environment(limits: WatchConfig) -> dict[str, str]:
     """Return settings with which the watchdog reports before Horovod does; Horovod ends what the watchdog cannot.
 
     HOROVOD_GLOO_TIMEOUT_SECONDS is how long gloo tolerates a frozen rank, and also how long it waits for ranks to
-    start.
+    start, before anything watches them. So it is not made longer for the sake of runs that are suspended as a whole.
     """
     if not limits.enabled:
         return {}
@@ -177,7 +180,7 @@ def stall_environment(limits: WatchConfig) -> dict[str, str]:
     return {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(longest_s),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(longest_s + 60),
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(limits.stop_after_s) + 30),
+        GLOO_TIMEOUT: str(math.ceil(limits.stop_after_s) + 30),
     }
 
 
@@ -293,8 +296,12 @@ class RunEnd:
         else:
             line, exit_code, rank = f"stopped: {self._group.name(cause.rank)} {cause.what}", cause.exit_code, cause.rank
         self._watchdog.print_once_per_host(line)
-        ended = "stalled" if exit_code == Stalled.exit_code else "followed"
-        self._record_end(ended, exit_code, error=line, cause=rank)
+        ended, error = "followed", line
+        if exit_code == Stalled.exit_code:
+            ended = "stalled"
+        elif cause is not None and rank == self._group.rank:
+            ended, error = "failed", cause.what
+        self._record_end(ended, exit_code, error=error, cause=rank)
         return exit_code
 
     def _record_end(self, ended: str, exit_code: int, **facts: Any) -> None:

@@ -396,6 +396,18 @@ def test_ranks_that_launch_started_by_mpirun_are_started_by_launch_again(tmp_pat
     assert "mpirun" in explain(tmp_path).next  # a later start by hand
 
 
+def test_of_a_suspension_that_gloo_did_not_survive_it_says_what_to_set(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    why = "was suspended for 700 s, longer than gloo waits (HOROVOD_GLOO_TIMEOUT_SECONDS: 630)"
+    run.end(0, "failed", 1, error=why, cause=0)
+    run.end(1, "followed", 1, error=f"stopped: rank 0 (node0) {why}", cause=0)
+    found = explain(tmp_path)
+    assert (found.what, found.followed) == (f"rank 0 (node0) failed in train at step 470: {why}", [1])
+    assert found.next.startswith(
+        "set HOROVOD_GLOO_TIMEOUT_SECONDS to more seconds than the job is suspended for; then "
+    )
+
+
 def test_ends_that_a_full_disk_did_not_take_are_read_from_the_logs(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.logs[0].write("phase", "save after step 470")

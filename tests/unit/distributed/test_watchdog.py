@@ -6,6 +6,7 @@ In one process, with the real server and real files.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import subprocess
@@ -32,6 +33,7 @@ from horovod_train.distributed.watchdog.watch_thread import (
     HostClaim,
     WatchState,
     WatchThread,
+    Worker,
     open_host_claim,
 )
 from horovod_train.distributed.watchdog.watchdog import RankWatchdog, RunEnd, Watchdog
@@ -49,6 +51,7 @@ class Group:
     hosts: tuple[str, ...] = ("here",) * SIZE
     at_barrier: Callable[[], None] = lambda: None
     launcher: str = "none"
+    exchange: str = "gloo"
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
@@ -354,6 +357,83 @@ def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root
     assert watchdog.find_cause() is None
     assert state.exits_since is not None
     assert state.exits_since - began > LEAVE_WITHIN_S / 2  # it ends LEAVE_WITHIN_S after that
+
+
+def gone() -> tf.errors.UnknownError:
+    """What each rank gets of Horovod when any rank has gone, or gloo has waited for longer than its limit."""
+    return tf.errors.UnknownError(None, None, "Horovod has been shut down. This was caused by an exception on one …")
+
+
+@pytest.fixture
+def ranks(root: Root, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatchdog, RankWatchdog]]:
+    """The watchdogs of ranks 0 and 1."""
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "34")
+    state = WatchState(Group(rank=1), RankLog(), LIMITS, root.join(1), watched=[0, 1])  # type: ignore[arg-type]
+    role = Worker(state)
+    WatchThread(state, role).start()
+    yield RankWatchdog(root.role._state, root.role), RankWatchdog(state, role)
+    with state.changed:
+        state.close()
+
+
+def end_of(watchdog: RankWatchdog, error: BaseException) -> None:
+    state = watchdog._state
+    with pytest.raises(AlreadySaid), RunEnd(state.group, state.log, watchdog):
+        raise error
+
+
+def test_a_rank_that_has_failed_for_another_is_not_said_to_have_ended_by_itself(
+    ranks: tuple[RankWatchdog, RankWatchdog], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, other = ranks
+    end_of(other, gone())  # it does not know why
+    wait_until(lambda: 1 in root._state.finished)
+    other.close()  # a script's end tells it again
+    end_of(root, gone())
+    assert root._state.cause is None
+    assert "ended by itself" not in capfd.readouterr().err
+
+
+def test_a_rank_that_ends_by_itself_is_named(
+    ranks: tuple[RankWatchdog, RankWatchdog], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, other = ranks
+    other.close()
+    wait_until(lambda: 1 in root._state.finished)
+    end_of(root, gone())
+    assert capfd.readouterr().err.startswith("stopped: rank 1 (here) ended by itself, by sys.exit or")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "exchange", "is_cause"), [(45, "gloo", True), (20, "gloo", False), (45, "mpi", False)]
+)
+def test_a_suspension_that_gloo_does_not_survive_is_named(
+    ranks: tuple[RankWatchdog, RankWatchdog],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    seconds: float,
+    exchange: str,
+    is_cause: bool,
+    tmp_path: Path,
+) -> None:
+    """All ranks are: none is silent, none has ended, and gloo tells each one that it waited too long."""
+    root, _ = ranks
+    state = root._state
+    monkeypatch.setattr(state, "group", dataclasses.replace(state.group, exchange=exchange))
+    monkeypatch.setattr(state, "_host_claim", HostClaim(tmp_path / "claim"))
+    with state.changed:
+        for paused_s in (seconds, 3.0):  # then the ranks wake, and lack CPU
+            state.discount_pause(paused_s, time.monotonic())
+    ends: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(state.log, "end", lambda ended, code, *, error, **facts: ends.append((ended, code, error)))
+    end_of(root, gone())
+    (line,) = capfd.readouterr().err.splitlines()
+    suspended = (
+        "stopped: rank 0 (here) was suspended for 45 s, longer than gloo waits (HOROVOD_GLOO_TIMEOUT_SECONDS: 34)"
+    )
+    assert line == (suspended if is_cause else "stopped: another rank has gone; its message says why")
+    own = ("failed", 1, suspended.removeprefix("stopped: rank 0 (here) "))
+    assert ends == [own if is_cause else ("followed", 1, line)]
 
 
 def test_a_process_that_writes_a_checkpoint_in_the_background_gets_the_time_of_a_stall(
