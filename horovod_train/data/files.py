@@ -275,7 +275,8 @@ def hold_lock(places: Sequence[Path], limit_s: float | None = None) -> Iterator[
 
 def _open_lock(place: Path, limit_s: float | None) -> tuple[Path, int] | None:
     path = place.with_name(f"{place.name}.lock")
-    began = last_written = time.monotonic()
+    # Seconds slept, which do not count those of a suspension, in which the other process may have been suspended too.
+    waited_s = unwritten_s = 0.0
     written, is_said = _written_at(place), False
     while True:
         try:
@@ -290,17 +291,18 @@ def _open_lock(place: Path, limit_s: float | None) -> tuple[Path, int] | None:
         except FileNotFoundError:
             pass  # its last holder has removed it
         except BlockingIOError:
-            now, written_now = time.monotonic(), _written_at(place)
-            if written_now != written:
-                written, last_written = written_now, now
-            if limit_s is not None and now - last_written >= limit_s:
+            if (written_now := _written_at(place)) != written:
+                written, unwritten_s = written_now, 0.0
+            if limit_s is not None and unwritten_s >= limit_s:
                 os.close(fd)
                 log.warning(f"{path} is still held by another process, which writes nothing: going on without it")
                 return None
-            if not is_said and now - began >= _SAY_AFTER_S:
+            if not is_said and waited_s >= _SAY_AFTER_S:
                 is_said = True
                 log.warning(f"waiting for {path}, which another process holds")
-            time.sleep(0.5 if is_said else 0.05)
+            pause_s = 0.5 if is_said else 0.05
+            time.sleep(pause_s)
+            waited_s, unwritten_s = waited_s + pause_s, unwritten_s + pause_s
         except OSError:
             os.close(fd)
             return None

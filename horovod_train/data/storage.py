@@ -17,6 +17,7 @@ import functools
 import hashlib
 import io
 import logging
+import math
 import os
 import random
 import stat
@@ -421,14 +422,16 @@ class Retries:
 
         A RunError of the request is raised as it is.
         """
-        began, pause = time.monotonic(), _FIRST_PAUSE_S
+        failing_since, pause = math.inf, _FIRST_PAUSE_S
         while True:
             try:
                 answer = request()
             except RunError:
                 raise
             except Exception as error:  # drivers raise classes of their own
-                tried_s = time.monotonic() - began
+                # Not since the first request began: the process may have been suspended while that was under way.
+                failing_since = min(failing_since, now := time.monotonic())
+                tried_s = now - failing_since
                 if not may_pass(error):
                     raise as_os_error(error, url) from error
                 if self._given_up.is_set() or tried_s >= self._limit_s:

@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +320,25 @@ def test_a_process_that_holds_the_lock_and_saves_nothing_stops_no_other(
     assert len(scanned) == 3
     assert f"{beside}.lock is still held by another process" in caplog.text
     assert len(load_entries(beside)) == 3
+
+
+def test_a_suspension_of_both_processes_is_no_time_in_which_the_other_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, place = [100.0], tmp_path / "index.npz"
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    other = ExitStack()
+    other.enter_context(hold_lock([place]))
+
+    def sleep_while_suspended(seconds: float) -> None:
+        if clock[0] > 100.0:
+            other.close()
+        clock[0] += 3600.0
+
+    monkeypatch.setattr(time, "sleep", sleep_while_suspended)
+    with hold_lock([place], limit_s=900.0):
+        assert place.with_name("index.npz.lock").exists()
+    assert caplog.messages == []
 
 
 def test_an_unlockable_folder_is_scanned_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import errno
 import gzip
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -231,6 +232,21 @@ def test_when_one_thread_has_given_up_the_others_do_not_wait(said: list[str]) ->
         return 2
 
     assert kept.call("s3://a/b", fail_once) == 2  # after an answer they wait again
+
+
+def test_a_request_under_way_while_the_process_is_suspended_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is reset when the process continues, and no request has been repeated by then."""
+    suspended_s, answers = [0.0], iter([ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), None])
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + suspended_s[0])
+
+    def request() -> int:
+        suspended_s[0] += 3600.0
+        if error := next(answers):
+            raise error
+        return 1
+
+    assert Retries(120.0).call("s3://a/b", request) == 1
 
 
 def test_an_outage_is_logged_once_and_so_is_its_end(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
