@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,9 +60,9 @@ class Store:
     """A store without checkpoints, which ranks other than root have: finds nothing, writes nothing, never fails."""
 
     @property
-    def write_s(self) -> float:
-        """Seconds that the last whole save took, or that the current save has taken so far, if that is more."""
-        return 0.0
+    def write_times(self) -> Sequence[float]:
+        """Seconds that each whole save took, and last those of the current save so far."""
+        return ()
 
     @property
     def step_under_way(self) -> int | None:
@@ -128,7 +128,8 @@ class CheckpointStore(Store):
         self._max_failed_saves, self._failed_saves = max_failed_saves, 0
         self._writer: threading.Thread | None = None
         self._step = self._bytes = 0
-        self._began = self._write_s = 0.0
+        self._began = 0.0
+        self._write_times: list[float] = []
         self._last_whole: Path | None = None
         self._has_warned_of_link = False
         self._failure: str | None = None
@@ -140,9 +141,9 @@ class CheckpointStore(Store):
             log.warning(f"cannot remove what an interrupted save left: {reason(error)}.")
 
     @property
-    def write_s(self) -> float:
-        so_far = time.perf_counter() - self._began if self.step_under_way is not None else 0.0
-        return max(self._write_s, so_far)
+    def write_times(self) -> Sequence[float]:
+        so_far = [] if self.step_under_way is None else [time.perf_counter() - self._began]
+        return [*self._write_times, *so_far]
 
     @property
     def step_under_way(self) -> int | None:
@@ -237,8 +238,8 @@ class CheckpointStore(Store):
         else:
             self._failure, self._said, self._last_whole = None, "", self.checkpoints.path_of(facts.step)
             self.given_up, self._failed_saves = None, 0
-            self._write_s = time.perf_counter() - self._began
             self._remove_old(facts)
+            self._write_times.append(time.perf_counter() - self._began)
 
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""

@@ -81,12 +81,19 @@ class Stopwatch:
     _lap: float | None = field(default=None, repr=False)
     """When what `seconds` does not contain yet began; None while the watch does not run."""
     _blocked: dict[str, float] = field(default_factory=dict, repr=False)
+    _counted_s: float = 0.0
+    """`seconds` when the last call was counted."""
+    _longest_call: tuple[float, int] = (0.0, 0)
+    """Its seconds and steps."""
 
     def start(self) -> None:
         self._lap = time.perf_counter()
 
     def count(self, steps: int, records: int) -> None:
         """Add a finished call."""
+        seconds, *_ = self.read()
+        self._longest_call = max(self._longest_call, (seconds - self._counted_s, steps))
+        self._counted_s = seconds
         self.steps += steps
         self.records += records
 
@@ -98,8 +105,14 @@ class Stopwatch:
         return self.seconds, self.steps, self.records
 
     def s_per_step(self) -> float:
-        """Return the mean seconds per step; 0 if nothing has been measured yet."""
+        """Return the mean seconds per step, of all calls but the longest if there are more; 0 before the first.
+
+        The process may have been suspended in the longest.
+        """
         seconds, steps, _ = self.read()
+        longest_s, steps_of_longest = self._longest_call
+        if steps > steps_of_longest:
+            seconds, steps = seconds - longest_s, steps - steps_of_longest
         return seconds / steps if steps else 0.0
 
     @contextmanager
@@ -189,16 +202,16 @@ class Run:
         return self.parts.state
 
     @contextmanager
-    def outside_training(self, phase: str, detail: str = "") -> Iterator[None]:
+    def outside_training(self, phase: str, detail: str = "", method: str = "") -> Iterator[None]:
         """Leave the block's time out of the training time and of the time between votes.
 
-        phase, detail: what the watchdog reports if the block takes too long.
+        phase, detail: what the watchdog reports if the block takes too long. method: of the callback that it calls.
         """
         began = time.monotonic()
         with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail):
             yield
         if phase == HOOK:
-            self.stopping.note_hook(time.monotonic() - began)
+            self.stopping.note_hook(f"{detail}.{method}", time.monotonic() - began)
 
 
 @contextmanager

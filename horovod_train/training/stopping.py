@@ -6,6 +6,7 @@ process.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +69,15 @@ def seconds_between_votes(ranks: int, *, is_ring: bool) -> float:
     return SECONDS_BETWEEN_VOTES * (max(1.0, ranks / RING_RANKS) if is_ring else 1.0)
 
 
+def usual_longest(seconds: Iterable[float]) -> float:
+    """Return the longest of the times that something took; of three or more the second longest; 0 of none.
+
+    The longest may be that in which the process was suspended, of which no clock tells. What is slow is slow again.
+    """
+    longest = heapq.nlargest(3, seconds)
+    return longest[1] if len(longest) == 3 else max(longest, default=0.0)
+
+
 class PeriodicSync:
     """Picks the calls after which ranks synchronise, the same on all ranks: one every `seconds_between_votes`."""
 
@@ -79,8 +89,11 @@ class PeriodicSync:
 
     @property
     def longest_s(self) -> float:
-        """The longest recent time between two synchronisations, or since calls of another kind began or ended."""
-        return max(self._recent_s, default=0.0)
+        """The longest recent time between two synchronisations, or since calls of another kind began or ended.
+
+        As in usual_longest.
+        """
+        return usual_longest(self._recent_s)
 
     def is_due(self) -> bool:
         """Call after each compiled call; returns whether to synchronise now."""
@@ -122,7 +135,7 @@ class PeriodicSync:
 class Margin:
     """How long before its deadline a run stops: twice the measured time of each part of stopping.
 
-    first_save_s: the least time for a save.
+    The longest times are as in usual_longest. first_save_s: the least time for a save.
     """
 
     first_save_s: float
@@ -169,6 +182,9 @@ class StopCoordinator:
         self.at_walltime: dict[str, float] = {}
         """Set when the ranks stop for the deadline: time left, time kept for stopping, and the measured times."""
         self.pace = PeriodicSync(group)
+        self._save_times: list[float] = []
+        self._hook_times: dict[str, list[float]] = {}
+        """By the name of what is called; the three longest of each. One is slow each time, another never."""
 
     def _left_s(self) -> float:
         return 0.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -181,11 +197,13 @@ class StopCoordinator:
         """Note how long a save blocked training; the save before it is whole then."""
         if self.margin.save_s:
             self.margin.expected_save_s = 0.0
-        self.margin.save_s = max(self.margin.save_s, seconds)
+        self._save_times.append(seconds)
+        self.margin.save_s = usual_longest(self._save_times)
 
-    def note_hook(self, seconds: float) -> None:
-        """Note how long a user's hook or callback took."""
-        self.margin.hook_s = max(self.margin.hook_s, seconds)
+    def note_hook(self, name: str, seconds: float) -> None:
+        """Note how long a user's hook, or a method of a callback, took."""
+        self._hook_times[name] = heapq.nlargest(3, [*self._hook_times.get(name, ()), seconds])
+        self.margin.hook_s = max(map(usual_longest, self._hook_times.values()))
 
     def vote(self) -> StopReason | None:
         """Collective: return why the run must stop now, or None; the same on all ranks."""
@@ -207,7 +225,7 @@ class StopCoordinator:
 
     def _reasons(self) -> set[str]:
         reasons = {signal.Signals(number).name for number in tuple(self._received)}
-        self.margin.write_s = max(self.margin.write_s, self.store.write_s)
+        self.margin.write_s = usual_longest(self.store.write_times)
         self.margin.between_votes_s = self.pace.longest_s
         if self.deadline is not None and time.monotonic() + self.margin.seconds() >= self.deadline:
             reasons.add(_WALLTIME)

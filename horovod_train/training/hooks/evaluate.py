@@ -94,7 +94,7 @@ def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, f
     """
     shared = dict(logs or {})
     for named in run.parts.callbacks.named:
-        with run.outside_training(HOOK, f"calling {named.name}"):
+        with run.outside_training(HOOK, f"calling {named.name}", method):
             may_freeze = method in ("on_train_begin", "on_train_end")  # before a step is compiled, or after the last
             where = f"callbacks: {named.name}", f"in {method} after step {step}"
             is_users = named.runs_users_code(method)

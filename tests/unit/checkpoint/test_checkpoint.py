@@ -517,13 +517,14 @@ def test_saving_does_not_stop_the_caller_and_one_is_written_at_a_time(run: Run) 
     assert not (run.place(1) / MANIFEST).exists()
     assert run.store.wait(0.0) == "the checkpoint of step 1 was not written within 0.0 s"
     assert run.store.step_under_way == 1
-    so_far = run.store.write_s
+    (so_far,) = run.store.write_times
     assert so_far > 0
     run.store.save({"w": np.ones(1)}, facts(2))
     assert verify(run.place(1)).facts.step == 1  # the second save has waited for it
-    assert run.store.write_s >= so_far
+    assert run.store.write_times[0] >= so_far
     assert run.store.wait() is None
     assert run.store.step_under_way is None
+    assert len(run.store.write_times) == 2
 
 
 def test_a_run_that_fails_waits_for_the_checkpoint_that_is_being_written_and_names_it(run: Run) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_train.training import open_run
 from horovod_train.training.hooks.log import judge
-from horovod_train.training.open_run import MEASURED_PHASES, PhaseTimes
+from horovod_train.training.open_run import MEASURED_PHASES, PhaseTimes, Stopwatch
 
 
 def name(rank: int) -> str:
@@ -77,3 +77,16 @@ def test_times_add_up_to_what_has_passed_in_compiled_training(monkeypatch: pytes
     # The first look after another phase does not know when training began.
     assert taken == pytest.approx({"input": 0.2, "compute": 7.1, "hook": 0.0, "exchange": 0.1})
     assert not times.take().any()
+
+
+def test_a_call_in_which_the_process_was_suspended_makes_no_step_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("horovod_train.training.open_run.time.perf_counter", lambda: now)
+    watch = Stopwatch()
+    watch.start()
+    found = [watch.s_per_step()]
+    for seconds, steps in [(4.0, 4), (3600.0, 4), (8.0, 4), (6.0, 4)]:
+        now += seconds
+        watch.count(steps, 0)
+        found.append(watch.s_per_step())
+    assert found == [0.0, 1.0, 1.0, 1.5, 1.5]

@@ -32,6 +32,7 @@ from horovod_train.training.stopping import (
     StopReason,
     collected_signals,
     seconds_between_votes,
+    usual_longest,
 )
 
 
@@ -153,7 +154,7 @@ def test_a_margin_never_falls_below_what_was_kept_before_a_save_was_measured() -
 def test_time_is_kept_for_a_large_first_save_until_one_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that saves first at the end of its job's time loses all, at each start anew."""
     Clock(monkeypatch).now = 100.0
-    nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
+    nothing: Any = SimpleNamespace(lost=False, given_up="", write_times=())
 
     def kept(gigabytes: float, saves: int) -> float:
         stopping = StopCoordinator(Alone(), nothing, nothing, set(), deadline=3700.0, run_dir=None)  # type: ignore[arg-type]
@@ -241,7 +242,7 @@ def test_each_reason_stops_the_run_and_the_file_that_would_stop_the_next_start_c
 
 def test_a_signal_that_comes_while_others_are_told_is_told_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
-    nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
+    nothing: Any = SimpleNamespace(lost=False, given_up="", write_times=())
     received = {int(signal.SIGTERM), int(signal.SIGINT)}
     stopping = StopCoordinator(Alone(), nothing, nothing, received, deadline=None, run_dir=None)  # type: ignore[arg-type]
     named = signal.Signals
@@ -335,17 +336,62 @@ def test_a_value_that_is_never_a_number_is_named_as_that() -> None:
     assert stopping.ended() == ended  # also after a restart
 
 
+def coordinator(*writes: float) -> tuple[StopCoordinator, list[float]]:
+    """Return one of a run far from its deadline, and the times of the saves that its store has written."""
+    written = list(writes)
+    store: Any = SimpleNamespace(lost=False, given_up="", write_times=written)
+    return StopCoordinator(Alone(), store, store, set(), deadline=1e9, run_dir=None), written  # type: ignore[arg-type]
+
+
 def test_the_time_of_a_hook_is_kept_for_another() -> None:
-    margin = Margin(first_save_s=1)
-    before = margin.seconds()
-    margin.hook_s = 30
-    assert margin.seconds() == before + 60
+    stopping, _ = coordinator()
+    before = stopping.margin.seconds()
+    for seconds in (0.1, 0.2, 0.1):
+        stopping.note_hook("fast", seconds)
+    stopping.note_hook("slow", 30.0)
+    assert stopping.margin.seconds() == before + 60
+    for seconds in (29.0, 28.0, 27.0):
+        stopping.note_hook("slow", seconds)
+    assert stopping.margin.seconds() == before + 58
+
+
+def test_a_suspension_is_no_measure_of_what_was_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make a run leave for its deadline twice as long before that as it was suspended."""
+    clock = Clock(monkeypatch)
+    stopping, written = coordinator(2.0, 3.0)
+    for _ in range(3):
+        stopping.note_save(1.0)
+        stopping.note_hook("evaluates", 5.0)
+        longest_without_a_meeting(stopping.pace, clock, 1.0, calls=5)
+    assert stopping.vote() is None
+    before = stopping.margin.seconds()
+    stopping.note_save(3600.0)
+    stopping.note_hook("evaluates", 3600.0)
+    written.append(3600.0)
+    longest_without_a_meeting(stopping.pace, clock, 3600.0, calls=1)
+    assert stopping.vote() is None
+    assert stopping.margin.seconds() == before
+
+
+def test_what_is_slow_again_is_slow() -> None:
+    stopping, written = coordinator(2.0, 3.0)
+    for seconds in (1.0, 1.0, 40.0, 50.0):
+        stopping.note_save(seconds)
+        stopping.note_hook("evaluates", seconds)
+        written.append(seconds)
+    assert stopping.vote() is None
+    margin = stopping.margin
+    assert (margin.save_s, margin.hook_s, margin.write_s) == (40.0, 40.0, 40.0)
+
+
+def test_of_two_times_the_longest_counts() -> None:
+    assert [usual_longest(times) for times in ([], [3.0], [1.0, 3.0], [2.0, 1.0, 3.0])] == [0.0, 3.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_deadline_stays_where_it_is_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     clock = Clock(monkeypatch)
-    nothing: Any = SimpleNamespace(lost=False, given_up="", write_s=0.0)
+    nothing: Any = SimpleNamespace(lost=False, given_up="", write_times=())
     stopping = StopCoordinator(Alone(), nothing, nothing, set(), deadline=1900.0, run_dir=None)  # type: ignore[arg-type]
     now = time.time()
     monkeypatch.setattr("horovod_train.training.stopping.time.time", lambda: now + 3600 * hours)
