@@ -43,6 +43,8 @@ READ_WITHIN_S = 60.0
 _LOOP = re.compile(r"(?<![\w-])while/(body/_\d+/)?")
 """A part of each name, from the loop over the steps of a compiled call."""
 
+_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
+
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +56,7 @@ class Events(Appender):
 
     def __init__(self, folder: Path) -> None:
         # TensorBoard looks for names of this form; each start has a separate file.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.v2"
+        name = f"events.out.tfevents.{_number(folder):.6f}.{socket.gethostname()}.{os.getpid()}.v2"
         super().__init__(folder / name, unit="events", write_from_bytes=_WRITE_FROM_BYTES)
         self.put(file_version="brain.Event:2")
 
@@ -70,6 +72,18 @@ class Events(Appender):
             folder.parent.mkdir(exist_ok=True)  # no parents: if the run directory is gone, so is its disk
             folder.mkdir(exist_ok=True)
         super()._write(data, sync)
+
+
+def _number(folder: Path) -> float:
+    """Return the number in the name of a new event file: the time, but more than in the names of those that exist.
+
+    TensorBoard reads them in the order of their names, and takes a step that is not newer for a restart: it forgets
+    what it has read from there on. The clock may have been ahead at an earlier start.
+    """
+    numbers: list[int] = []
+    with contextlib.suppress(OSError):  # then events cannot be written either, which is said then
+        numbers = [int(match[1]) for name in os.listdir(folder) if (match := _EVENTS.match(name))]
+    return max(time.time(), 1.0 + max(numbers, default=0))
 
 
 class TensorBoard:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_train.output.files import MAX_PENDING_BYTES
 from horovod_train.output.tensorboard import Costs, Events, Op, TensorBoardWriter, find_profiles, read_profiles
@@ -70,6 +72,23 @@ def test_a_record_larger_than_what_is_held_is_written_where_there_is_room(tmp_pa
     events = Events(tmp_path / "train")
     events.add(b"x" * (MAX_PENDING_BYTES + 1))
     assert events.path.stat().st_size > MAX_PENDING_BYTES
+
+
+def test_tensorboard_shows_a_start_whose_clock_is_behind_that_of_the_start_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads files by their names, and forgets steps that are not newer than one it reads."""
+    now = time.time()
+    for behind_s, steps in [(0, range(0, 300, 100)), (600, range(200, 600, 100)), (7200, range(500, 800, 100))]:
+        monkeypatch.setattr(time, "time", lambda behind_s=behind_s: now - behind_s)
+        board = TensorBoardWriter(tmp_path)
+        for step in steps:
+            board.add_scalars("train", step, {"loss": float(behind_s)})
+        board.close()
+    read = EventAccumulator(str(tmp_path / "train"))
+    read.Reload()
+    points = {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in read.Tensors("loss")}
+    assert points == {0: 0.0, 100: 0.0, 200: 600.0, 300: 600.0, 400: 600.0, 500: 7200.0, 600: 7200.0, 700: 7200.0}
 
 
 def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path, said: list[str]) -> None:
