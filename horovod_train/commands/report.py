@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
+from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -164,8 +164,12 @@ def _is_read(info: str) -> bool:
 
 
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
+    entries = [entry for story in stories for entry in story.entries]
+    # A clock that has been set back, or that of another host, may be behind that of the line before.
+    passed_s = (max(0.0, (later.time - earlier.time).total_seconds()) for earlier, later in pairwise(entries))
+    all_times = accumulate(passed_s, initial=0.0)
     for story in stories:
-        times = [(entry.time - stories[0].began).total_seconds() for entry in story.entries]
+        times = list(islice(all_times, len(story.entries)))
         infos = [entry.text for entry in story.find("info")]
         resumed = [_RESUMED.match(text) for text in infos]
         from_step = max((int(step[1]) for step in resumed if step), default=0)

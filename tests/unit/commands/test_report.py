@@ -146,6 +146,29 @@ FAILED = [
 ]
 
 
+BEHIND = [
+    (20, "start", "rank 0 of 3, launcher srun, process 9 on node3; on CPU, 1 threads"),
+    (21, "info", "ends at step 90"),
+    (22, "phase", "train after step 60"),
+    (27, "phase", "save after step 80"),
+    (24, "phase", "train after step 80"),
+    (26, "end", "stopped, exit code 75"),
+]
+
+
+def test_a_clock_that_is_behind_or_set_back_makes_no_time_negative(tmp_path: Path) -> None:
+    """That of the third start's host is behind, and is set back by more within that start."""
+    *_, second, third = read_run(run_dir(tmp_path / "a", third=BEHIND)).starts
+    assert second.end == third.begin == 41
+    assert [(phase.name, phase.end - phase.begin) for phase in third.phases] == [
+        ("start", 2),
+        ("train", 5),
+        ("save", 0),
+        ("train", 2),
+    ]
+    assert third.end == 50
+
+
 @pytest.mark.parametrize(("named", "expected"), [("nowhere", 70), ("in its end", 95), ("in its rows", 90)])
 def test_a_start_that_fails_or_is_killed_has_come_to_the_last_step_that_is_named(
     tmp_path: Path, named: str, expected: int
