@@ -184,7 +184,7 @@ class StopCoordinator:
         self.pace = PeriodicSync(group)
         self._save_times: list[float] = []
         self._hook_times: dict[str, list[float]] = {}
-        """By the name of what is called; the three longest of each. One is slow each time, another never."""
+        """By the name of what is called: one is slow each time, another never. The three longest of each."""
 
     def _left_s(self) -> float:
         return 0.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
