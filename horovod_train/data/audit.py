@@ -9,12 +9,14 @@ If the disk cannot be written, training continues: the failure is reported once,
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -73,7 +75,7 @@ class Audit:
 
 
 class AuditLog(Audit):
-    """One rank's file of one start."""
+    """One rank's file of one start, until a later start of the run replaces or removes it."""
 
     def __init__(self, run_dir: str, start: Start) -> None:
         """Create the file. Raises UserError if that fails."""
@@ -87,19 +89,41 @@ class AuditLog(Audit):
                     remove(path, _FILE)
         except OSError as error:
             raise unusable(f"data.audit: cannot write to {folder}", error, "Choose another --output-dir.") from error
-        name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
-        self.lines = Lines(folder / name, write_from_bytes=_WRITE_FROM_BYTES)
+        self._path = folder / f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
+        self.lines = Lines(self._path, write_from_bytes=_WRITE_FROM_BYTES)
+        self._file: BinaryIO | None = None
+        """Kept open, so that no other file gets its inode."""
         self._write(asdict(start))
         self.flush()
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
-        self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
+        if self._is_ours():
+            self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
 
     def flush(self) -> None:
-        self.lines.flush(sync=True)
+        if self._is_ours():
+            self.lines.flush(sync=True)
+            if self._file is None:
+                with contextlib.suppress(OSError):  # not written yet: the disk is full
+                    self._file = self._path.open("rb")
 
     def close(self) -> None:
-        self.lines.close()
+        if self._is_ours():
+            self.lines.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _is_ours(self) -> bool:
+        """Return whether the file is the one that this start made: a run that was suspended may have lost it."""
+        if self._file is None:
+            return True
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            return not os.path.isdir(self._path.parent)  # a disk that is gone may come back
+        except OSError:
+            return True
 
     def _write(self, line: dict[str, object]) -> None:
         self.lines.append(json.dumps(line, separators=(",", ":")))

@@ -184,6 +184,26 @@ def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path, said: li
     assert "lacks its last 1 lines" in said[1]
 
 
+@pytest.mark.parametrize("begin", [0, 4])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_wakes_adds_nothing_to_the_audit_of_the_run_that_has_taken_its_directory(
+    tmp_path: Path, begin: int, size: int
+) -> None:
+    """Another seed, or number of ranks, gives a step other records. What was consumed before is in memory still."""
+    begins = Start(0, begin, 1, 2, 210, 32, LAST, "")
+    run(tmp_path, 2, (0, 0), begin)
+    suspended = AuditLog(str(tmp_path), begins)
+    suspended.append(0, begin, np.array([[7, 7]]))
+    run(tmp_path, size, (0, begin), LAST - begin)
+    suspended.append(0, begin + 1, np.array([[8, 8]]))
+    suspended.flush()
+    suspended.append(0, begin + 2, np.array([[9, 9]]))
+    suspended.close()
+    sizes = (size,) if not begin else (2, size)
+    ((_, steps, found, missing, twice),) = short(audit(str(tmp_path)))
+    assert (steps, set(found), missing, twice) == (LAST, set(sizes), 0, 0)
+
+
 def test_no_audit_leaves_nothing(tmp_path: Path) -> None:
     log = Audit()
     log.append(0, 0, np.zeros((1, 1), np.int64))
