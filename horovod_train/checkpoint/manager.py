@@ -6,6 +6,7 @@ other ranks get everything by broadcast. layout and tensors define the content o
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import re
@@ -56,13 +57,23 @@ SLOWEST_BYTES_PER_S = 50e6
 log = logging.getLogger(__name__)
 
 
+class LongestTimes(list[float]):
+    """The three longest times, in seconds, that something took."""
+
+    def add(self, seconds: float) -> None:
+        self[:] = heapq.nlargest(3, [*self, seconds])
+
+
 class Store:
     """A store without checkpoints, which ranks other than root have: finds nothing, writes nothing, never fails."""
 
+    write_times: Sequence[float] = ()
+    """Seconds that whole saves took: the longest."""
+
     @property
-    def write_times(self) -> Sequence[float]:
-        """Seconds that each whole save took, and last those of the current save so far."""
-        return ()
+    def write_under_way_s(self) -> float:
+        """Seconds since the save under way began; no more than the slowest disk takes: it may include a suspension."""
+        return 0.0
 
     @property
     def step_under_way(self) -> int | None:
@@ -129,7 +140,7 @@ class CheckpointStore(Store):
         self._writer: threading.Thread | None = None
         self._step = self._bytes = 0
         self._began = 0.0
-        self._write_times: list[float] = []
+        self.write_times: LongestTimes = LongestTimes()
         self._last_whole: Path | None = None
         self._has_warned_of_link = False
         self._failure: str | None = None
@@ -141,9 +152,10 @@ class CheckpointStore(Store):
             log.warning(f"cannot remove what an interrupted save left: {reason(error)}.")
 
     @property
-    def write_times(self) -> Sequence[float]:
-        so_far = [] if self.step_under_way is None else [time.perf_counter() - self._began]
-        return [*self._write_times, *so_far]
+    def write_under_way_s(self) -> float:
+        if self.step_under_way is None:
+            return 0.0
+        return min(time.perf_counter() - self._began, self._bytes / SLOWEST_BYTES_PER_S)
 
     @property
     def step_under_way(self) -> int | None:
@@ -153,8 +165,7 @@ class CheckpointStore(Store):
     def describe_write(self) -> str:
         if self.step_under_way is None:
             return ""
-        seconds = min(time.perf_counter() - self._began, self._bytes / SLOWEST_BYTES_PER_S)
-        return f"writing {self._bytes / 1e6:.0f} MB for {seconds:.0f} s"
+        return f"writing {self._bytes / 1e6:.0f} MB for {self.write_under_way_s:.0f} s"
 
     def check_room(self, bytes_each: int, most: int) -> None:
         if lack := lack_of_room(self.checkpoints.folder, bytes_each, most):
@@ -239,7 +250,7 @@ class CheckpointStore(Store):
             self._failure, self._said, self._last_whole = None, "", self.checkpoints.path_of(facts.step)
             self.given_up, self._failed_saves = None, 0
             self._remove_old(facts)
-            self._write_times.append(time.perf_counter() - self._began)
+            self.write_times.add(time.perf_counter() - self._began)
 
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""

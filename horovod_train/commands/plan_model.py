@@ -79,6 +79,7 @@ def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
         local_size=1,
         launcher="none",
         exchange="none",
+        controller="none",
         hosts=("",) * size,
         devices=(device,) * size,
     )

@@ -43,6 +43,7 @@ class WorkerGroup:
     local_size: int
     launcher: str
     exchange: str
+    controller: str
     hosts: tuple[str, ...]
     devices: tuple[device.Device, ...]
     settings: tuple[tuning.Setting, ...] = ()

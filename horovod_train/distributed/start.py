@@ -184,13 +184,15 @@ def form_group(started: StartedProcess, rank_device: device.Device, *, determini
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     facts = objects.gather((socket.gethostname(), boot_id(), dataclasses.astuple(rank_device)), "group.start")
+    controller = "MPI" if hvd.mpi_enabled() else "gloo"
     group = WorkerGroup(
         rank=hvd.rank(),
         size=hvd.size(),
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
         launcher=started.started_by.launcher,
-        exchange="NCCL" if rank_device.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
+        exchange="NCCL" if rank_device.gpu_keys and hvd.nccl_built() else controller,
+        controller=controller,
         hosts=tuple(network.host_names([(host, boot) for host, boot, _ in facts])),
         devices=tuple(device.Device(*fields) for _, _, fields in facts),
         settings=started.settings,

@@ -73,6 +73,11 @@ class Lease:
         """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
         return True
 
+    def must_be_ours(self) -> None:
+        """Raise InUse if another run has taken the directory; see is_ours."""
+        if not self.is_ours():
+            raise InUse("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
+
     def close(self) -> None:
         """End the lease; remove the file, unless another run owns it by now."""
 
@@ -82,7 +87,7 @@ class FileLease(Lease):
 
     def __init__(self, path: Path, holder: Holder, refreshed: float, refresh_s: float, stale_s: float) -> None:
         self._path, self._holder, self._refresh_s, self._stale_s = path, holder, refresh_s, stale_s
-        self._refreshed = refreshed
+        self._refreshed = self._looked = refreshed
         self._lost: str | None = None
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="lease", daemon=True)
@@ -90,9 +95,10 @@ class FileLease(Lease):
 
     @property
     def lost(self) -> str | None:
-        # Without a refresh for so long this process was suspended, and wakes: another run may have the directory.
-        is_overdue = _now() - self._refreshed > 2 * self._refresh_s
+        # Without a refresh for so long this process may have been suspended, and another run may have the directory.
+        is_overdue = _now() - max(self._refreshed, self._looked) > 2 * self._refresh_s
         if is_overdue and not self._released.is_set():
+            self._looked = _now()  # a disk that refuses refreshes is not read at each call
             self.is_ours()
         return self._lost
 
@@ -121,6 +127,7 @@ class FileLease(Lease):
                 except FileNotFoundError:
                     if self._lost is None:
                         _create(self._path, self._holder)
+        self.is_ours()  # the process may have been suspended until now: what is closed next depends on this
 
     def _check(self, *, refresh: bool) -> None:
         # Taken before the file is touched: if the process is frozen in between, the file is the older of the two.

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,16 @@ class Output:
         """Close all files."""
 
 
+class LostOutput(Output):
+    """That of a run whose directory another run has taken: writes nothing more, but knows what this run wrote."""
+
+    def __init__(self, opened: Output) -> None:
+        self._opened = opened
+
+    def last_metrics(self, split: str) -> Mapping[str, float | None]:
+        return self._opened.last_metrics(split)
+
+
 class RunOutput(Output):
     """Writes config.yaml, metrics, times.jsonl, parameters.jsonl if there are values, and summary.json; shows a bar."""
 
@@ -284,8 +294,12 @@ class RunOutput(Output):
         self._parameters.close()
 
 
-def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: bool) -> Output:
+def open_output(
+    directory: str, config: LogConfig, *, is_root: bool, launched: bool, is_ours: Callable[[], bool] = lambda: True
+) -> Output:
     """Open the run directory, of which root has the lease; do nothing elsewhere. Raises UserError if root cannot write.
+
+    is_ours: of the lease; trackers, which have threads of their own, ask it.
 
     launched: whether a launcher started this process. Then log.progress "auto" draws no bar, because mpirun gives its
     ranks a terminal and forwards what they print there.
@@ -302,7 +316,7 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
     built = zip(config.trackers, build_trackers(config.trackers), strict=True)
-    trackers = Trackers([Sender(spec.name, tracker, path) for spec, tracker in built])
+    trackers = Trackers([Sender(spec.name, tracker, path, is_ours=is_ours) for spec, tracker in built])
     return RunOutput(path, tensorboard=config.tensorboard, bar=bar, user_writers=user_writers, trackers=trackers)
 
 

@@ -53,7 +53,7 @@ from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, s
 from horovod_train.errors import RanksStartApart, UserError
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import Lease, open_lease
-from horovod_train.output.run_dir import Output, check_writable, open_output
+from horovod_train.output.run_dir import LostOutput, Output, check_writable, open_output
 from horovod_train.shown_text import listed
 from horovod_train.training.build import Components, build_components, build_first_model
 from horovod_train.training.state import TrainState
@@ -178,8 +178,8 @@ class Run:
     config: Config
     """With the global batch size and data.inputs filled in."""
     group: WorkerGroup
-    opened: Output
-    """See `output`."""
+    opened_output: Output
+    """What `output` is until the lease is lost."""
     store: Store
     stopping: StopCoordinator
     run_end: RunEnd
@@ -194,7 +194,7 @@ class Run:
     @property
     def output(self) -> Output:
         """What the run writes beside checkpoints: nothing, as on other ranks, once another run has the directory."""
-        return Output() if self.stopping.lease.lost else self.opened
+        return LostOutput(self.opened_output) if self.stopping.lease.lost else self.opened_output
 
     @property
     def state(self) -> TrainState:
@@ -208,10 +208,10 @@ class Run:
         phase, detail: what the watchdog reports if the block takes too long. method: of the callback that it calls.
         """
         began = time.monotonic()
-        with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail):
+        with self.clock.stopped(), self.stopping.pace.other_calls(phase), self.group.heartbeat.phase(phase, detail):
             yield
         if phase == HOOK:
-            self.stopping.note_hook(f"{detail}.{method}", time.monotonic() - began)
+            self.stopping.note_hook((detail, method), time.monotonic() - began)
 
 
 @contextmanager
@@ -235,7 +235,11 @@ def open_run(config: Config) -> Iterator[Run]:
         with group.raise_together():
             # After the lease: users' writers and trackers may begin to write when they are made.
             output = open_output(
-                _output_dir(config), config.log, is_root=group.is_root, launched=group.launcher != "none"
+                _output_dir(config),
+                config.log,
+                is_root=group.is_root,
+                launched=group.launcher != "none",
+                is_ours=lease.is_ours,
             )
             rank_log.make_folder(output.directory)
         log_file = _open_rank_log(config, group)

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from types import FrameType
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.manager import SLOWEST_BYTES_PER_S, Store
+from horovod_train.checkpoint.manager import SLOWEST_BYTES_PER_S, LongestTimes, Store
 from horovod_train.config.settings import EarlyStoppingConfig, Watched
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
@@ -72,7 +72,7 @@ def seconds_between_votes(ranks: int, *, is_ring: bool) -> float:
 def usual_longest(seconds: Iterable[float]) -> float:
     """Return the longest of the times that something took; of three or more the second longest; 0 of none.
 
-    The longest may be that in which the process was suspended, of which no clock tells. What is slow is slow again.
+    The longest may include a suspension, which the clocks used here count; what is slow is slow more than once.
     """
     longest = heapq.nlargest(3, seconds)
     return longest[1] if len(longest) == 3 else max(longest, default=0.0)
@@ -83,17 +83,16 @@ class PeriodicSync:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._last = group, time.monotonic()
-        self._between_s = seconds_between_votes(group.size, is_ring=group.exchange == "gloo")
+        self._between_s = seconds_between_votes(group.size, is_ring=group.controller == "gloo")
         self._calls, self._calls_between = 0, 1
-        self._recent_s: deque[float] = deque(maxlen=10)
+        self._kind = ""
+        self._recent_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
+        """By the kind of the calls: what is slow each time may be rare among faster ones."""
 
     @property
     def longest_s(self) -> float:
-        """The longest recent time between two synchronisations, or since calls of another kind began or ended.
-
-        As in usual_longest.
-        """
-        return usual_longest(self._recent_s)
+        """The longest recent time between two synchronisations, as in usual_longest of each kind of calls."""
+        return max(map(usual_longest, self._recent_s.values()), default=0.0)
 
     def is_due(self) -> bool:
         """Call after each compiled call; returns whether to synchronise now."""
@@ -103,7 +102,7 @@ class PeriodicSync:
     def meet(self, values: Sequence[float]) -> np.ndarray:
         """Collective: return the sums of the values over ranks. Also exchanges the times that set the pace."""
         own_seconds = time.monotonic() - self._last
-        self._recent_s.append(own_seconds)
+        self._recent_s[self._kind].append(own_seconds)
         sums, seconds = self.group.sum([values, own_seconds])
         mean_seconds = float(seconds) / self.group.size  # the same on all ranks
         wanted = int(self._calls * self._between_s / max(mean_seconds, 1e-6))
@@ -122,12 +121,14 @@ class PeriodicSync:
         self.restart()
 
     @contextmanager
-    def other_calls(self) -> Iterator[None]:
+    def other_calls(self, kind: str) -> Iterator[None]:
         """Calls inside the block are of another kind than those before and after it."""
+        before, self._kind = self._kind, kind
         self.restart()
         try:
             yield
         finally:
+            self._kind = before
             self.restart()
 
 
@@ -182,9 +183,9 @@ class StopCoordinator:
         self.at_walltime: dict[str, float] = {}
         """Set when the ranks stop for the deadline: time left, time kept for stopping, and the measured times."""
         self.pace = PeriodicSync(group)
-        self._save_times: list[float] = []
-        self._hook_times: dict[str, list[float]] = {}
-        """By the name of what is called: one is slow each time, another never. The three longest of each."""
+        self._save_times = LongestTimes()
+        self._hook_times: defaultdict[tuple[str, str], LongestTimes] = defaultdict(LongestTimes)
+        """By what is called: one is slow each time, another never."""
 
     def _left_s(self) -> float:
         return 0.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -197,12 +198,12 @@ class StopCoordinator:
         """Note how long a save blocked training; the save before it is whole then."""
         if self.margin.save_s:
             self.margin.expected_save_s = 0.0
-        self._save_times.append(seconds)
+        self._save_times.add(seconds)
         self.margin.save_s = usual_longest(self._save_times)
 
-    def note_hook(self, name: str, seconds: float) -> None:
-        """Note how long a user's hook, or a method of a callback, took."""
-        self._hook_times[name] = heapq.nlargest(3, [*self._hook_times.get(name, ()), seconds])
+    def note_hook(self, called: tuple[str, str], seconds: float) -> None:
+        """Note how long a user's hook, or a method of a callback, took; called: its name, and that of the method."""
+        self._hook_times[called].add(seconds)
         self.margin.hook_s = max(map(usual_longest, self._hook_times.values()))
 
     def vote(self) -> StopReason | None:
@@ -225,7 +226,7 @@ class StopCoordinator:
 
     def _reasons(self) -> set[str]:
         reasons = {signal.Signals(number).name for number in tuple(self._received)}
-        self.margin.write_s = usual_longest(self.store.write_times)
+        self.margin.write_s = max(usual_longest(self.store.write_times), self.store.write_under_way_s)
         self.margin.between_votes_s = self.pace.longest_s
         if self.deadline is not None and time.monotonic() + self.margin.seconds() >= self.deadline:
             reasons.add(_WALLTIME)

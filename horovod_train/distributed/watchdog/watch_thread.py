@@ -179,7 +179,7 @@ class WatchState:
 
         All ranks of a job are suspended together, so no other rank has been silent.
         """
-        if self.cause or self.group.exchange != "gloo" or now > self.paused_until + LEAVE_WITHIN_S:
+        if self.cause or self.group.controller != "gloo" or now > self.paused_until + LEAVE_WITHIN_S:
             return
         limit_s = os.environ.get(GLOO_TIMEOUT, "")
         if limit_s.isdecimal() and self.paused_s >= float(limit_s):

@@ -140,9 +140,17 @@ class Sender:
     """Calls one tracker from a thread, in the order start, log, log, …, finish. Root calls its methods."""
 
     def __init__(
-        self, name: str, tracker: Tracker, run_dir: Path, *, most_rows: int = MOST_ROWS, pause_s: float = FIRST_PAUSE_S
+        self,
+        name: str,
+        tracker: Tracker,
+        run_dir: Path,
+        *,
+        most_rows: int = MOST_ROWS,
+        pause_s: float = FIRST_PAUSE_S,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._name, self._tracker, self._run_dir = name, tracker, run_dir
+        """is_ours: whether the run still owns its directory; if not, another run continues that of the tracker."""
+        self._name, self._tracker, self._run_dir, self._is_ours = name, tracker, run_dir, is_ours
         self._most_rows, self._pause_s = most_rows, pause_s
         self._record = Record(run_dir, name)
         self._rows: deque[Row] = deque()
@@ -238,7 +246,7 @@ class Sender:
         record.run_id = run_id
         if last_steps := getattr(self._tracker, "last_steps", None):
             record.logged = dict(last_steps())
-        record.save()
+        self._save()
 
     def _read(self, rows: ReadRows) -> Iterator[Row]:
         """Yield the rows of earlier starts, as far as they can be read."""
@@ -275,13 +283,22 @@ class Sender:
                 self._warn(f"refuses the row of step {row.step}: {self._describe(error)} Such rows are left out.")
             self._has_refused = True
         self._record.logged[row.split] = row.step
-        self._record.save()
+        self._save()
+
+    def _save(self) -> None:
+        if self._is_ours():  # the process may have been suspended while the tracker answered
+            self._record.save()
 
     def _repeat_until_success(self, what: str, call: Callable[[], None]) -> bool:
-        """Repeat a call until it succeeds; return False if a call fails that was made after the run had ended."""
+        """Repeat a call until it succeeds.
+
+        Return False if a call fails that was made after the run had ended, or if another run has the directory.
+        """
         pause_s = self._pause_s
         while True:
             is_last = self._end is not None
+            if not self._is_ours():
+                return False
             try:
                 call()
             except (Exception, SystemExit) as error:  # a tracker may raise anything

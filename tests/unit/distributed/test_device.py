@@ -229,7 +229,7 @@ def test_a_host_whose_gpus_are_not_seen_is_named(monkeypatch: pytest.MonkeyPatch
     from horovod_train.distributed.group import WorkerGroup
 
     seen, unseen = Device("GPU 0", "", ("GPU-aa",), ("GPU:0",)), Device("CPU", "", (), ("CPU:0",))
-    group = WorkerGroup(0, 3, 0, 1, "srun", "NCCL", ("a", "b", "c"), (seen, unseen, seen))
+    group = WorkerGroup(0, 3, 0, 1, "srun", "NCCL", "MPI", ("a", "b", "c"), (seen, unseen, seen))
     monkeypatch.setattr(hvd, "nccl_built", lambda: 22005)
     with pytest.raises(UserError, match=r"^1 of 3 ranks see no GPU, though the others do: rank 1 \(b\)\. "):
         start.check_devices(group)
@@ -269,7 +269,7 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
         Device("GPU", "", device.host_keys(mine, seen, rank, visible, dict(enumerate(listed))), ("GPU:0",))
         for rank, (mine, seen, visible, listed) in enumerate(sights)
     ]
-    group = WorkerGroup(0, 2, 0, 2, "srun", "gloo", ("a", "a"), tuple(devices))
+    group = WorkerGroup(0, 2, 0, 2, "srun", "gloo", "gloo", ("a", "a"), tuple(devices))
     if shared is None:
         check_devices(group)
     else:
@@ -311,7 +311,7 @@ def test_two_slices_of_one_gpu_are_refused_for_nccl(
     monkeypatch.setattr(start, "list_slices", lambda: local.parse_slices(SLICES))
     monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
     devices = tuple(Device("GPU", "", (key,), ("GPU:0",)) for key in keys)
-    group = WorkerGroup(0, 2, 0, 2, "srun", "NCCL", tuple(hosts), devices)
+    group = WorkerGroup(0, 2, 0, 2, "srun", "NCCL", "MPI", tuple(hosts), devices)
     if is_refused:
         with pytest.raises(UserError, match=r"ranks 0 and 1 on a have slices \(MIG\) of one GPU, GPU-aa, between"):
             start.check_slices(group)

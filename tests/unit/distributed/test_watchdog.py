@@ -51,7 +51,7 @@ class Group:
     hosts: tuple[str, ...] = ("here",) * SIZE
     at_barrier: Callable[[], None] = lambda: None
     launcher: str = "none"
-    exchange: str = "gloo"
+    controller: str = "gloo"
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
@@ -405,21 +405,21 @@ def test_a_rank_that_ends_by_itself_is_named(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "exchange", "is_cause"), [(45, "gloo", True), (20, "gloo", False), (45, "mpi", False)]
+    ("seconds", "controller", "is_cause"), [(45, "gloo", True), (20, "gloo", False), (45, "MPI", False)]
 )
 def test_a_suspension_that_gloo_does_not_survive_is_named(
     ranks: tuple[RankWatchdog, RankWatchdog],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     seconds: float,
-    exchange: str,
+    controller: str,
     is_cause: bool,
     tmp_path: Path,
 ) -> None:
     """All ranks are: none is silent, none has ended, and gloo tells each one that it waited too long."""
     root, _ = ranks
     state = root._state
-    monkeypatch.setattr(state, "group", dataclasses.replace(state.group, exchange=exchange))
+    monkeypatch.setattr(state, "group", dataclasses.replace(state.group, controller=controller))
     monkeypatch.setattr(state, "_host_claim", HostClaim(tmp_path / "claim"))
     with state.changed:
         for paused_s in (seconds, 3.0):  # then the ranks wake, and lack CPU

@@ -41,7 +41,15 @@ from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.step import EvalStep, TrainStep
 
 ALONE = WorkerGroup(
-    rank=0, size=2, local_rank=0, local_size=1, launcher="none", exchange="none", hosts=("", ""), devices=()
+    rank=0,
+    size=2,
+    local_rank=0,
+    local_size=1,
+    launcher="none",
+    exchange="none",
+    controller="none",
+    hosts=("", ""),
+    devices=(),
 )
 
 
