@@ -136,7 +136,9 @@ class DataConfig:
     parallel_parse_calls: int = setting(2, "parallel calls that parse thousands of records each", minimum=1)
     prefetch_batches: int | None = setting(None, "batches prepared ahead; default: see docs/data.md", minimum=1)
     audit: bool = setting(False, "write the ids of the records that each rank consumes to output_dir/audit")
-    retry_s: float = setting(120.0, "seconds for which a read from s3:// or the like that fails is repeated", minimum=0)
+    retry_s: float = setting(
+        120.0, "seconds from the first failure for which a read from s3:// or the like is repeated", minimum=0
+    )
     on_bad_record: Literal["error", "skip"] = setting("error", "error: name it and stop; skip: leave it out, count it")
 
     def paths(self, split: Literal["train", "eval"]) -> tuple[str, ...]:

@@ -101,7 +101,8 @@ class FileRankLog(RankLog):
         """Up to where the file has been searched for starts."""
         self._starts = 0
         """This one, and those that have begun in the file since."""
-        if not faulthandler.is_enabled():  # as by PYTHONFAULTHANDLER, whose reader looks at the terminal
+        self._catches_crashes = not faulthandler.is_enabled()  # as by PYTHONFAULTHANDLER, which shows the terminal
+        if self._catches_crashes:
             faulthandler.enable(self._stacks)  # a crash in C code has no exception
         if is_cut_short(self._lines.path):
             self._lines.add(b"\n")
@@ -147,8 +148,10 @@ class FileRankLog(RankLog):
                 self._searched += len(lines + end)
                 entries = [read_line(line.decode("utf-8", errors="replace")) for line in lines.split(b"\n")]
                 self._starts += sum(entry is not None and entry.kind == "start" for entry in entries)
-        if self._starts > 1:
+        if self._starts > 1 and self.name:
             self.name = ""
+            if self._catches_crashes:
+                faulthandler.enable(sys.stderr)
         return self._starts < 2
 
 

@@ -81,7 +81,7 @@ def _number(folder: Path) -> float:
     what it has read from there on. The clock may have been ahead at an earlier start.
     """
     numbers: list[int] = []
-    with contextlib.suppress(OSError):  # then events cannot be written either, which is said then
+    with contextlib.suppress(OSError):  # the first start makes the folder
         numbers = [int(match[1]) for name in os.listdir(folder) if (match := _EVENTS.match(name))]
     return max(time.time(), 1.0 + max(numbers, default=0))
 

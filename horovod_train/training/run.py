@@ -24,7 +24,7 @@ from horovod_train.data.batch_source import Batch, Batches, BatchSource
 from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
 from horovod_train.distributed.layer_contents import contents, finalize
-from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, InUse, RanksDisagree, RanksStartApart, RunError
+from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
@@ -319,15 +319,9 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
 def _raise_on_root(run: Run) -> None:
     """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
     with run.group.raise_together():
-        _must_be_ours(run)
+        run.stopping.lease.must_be_ours()
         if run.store.given_up:
             raise RunError(run.store.given_up)
-
-
-def _must_be_ours(run: Run) -> None:
-    """Raise InUse on root if another run has taken the directory."""
-    if not run.stopping.lease.is_ours():
-        raise InUse("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
 
 
 def position(state: TrainState, pipeline: BatchSource) -> int:
@@ -473,7 +467,7 @@ def _finish(run: Run, reason: StopReason, *, is_told: bool) -> int:
     with saving(run):
         failure = run.store.wait()
     with run.group.raise_together():
-        _must_be_ours(run)
+        run.stopping.lease.must_be_ours()
         if failure:
             raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(run, reason)

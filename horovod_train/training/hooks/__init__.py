@@ -113,12 +113,15 @@ def _on_all_ranks(name: str, function: HookFunction) -> HookFunction:
 def failing_as(run: Any, name: str, when: str) -> Iterator[None]:
     """Raise a failure of a hook or callback in the block as RunError, or as UserError before the first step.
 
-    The loss of a rank is raised as it is.
+    The loss of a rank is raised as it is. If the run has lost its directory, that is why it ends: raises InUse.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, RunError) or is_connection_loss(error):
+        if is_connection_loss(error):
+            raise
+        run.stopping.lease.must_be_ours()
+        if isinstance(error, RunError):
             raise
         text = one_line(error)
         raise _kind(run)(f"{name} failed {when}: {type(error).__name__}: {text}{raised_at(error)}") from error

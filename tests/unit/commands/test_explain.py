@@ -447,6 +447,15 @@ def test_a_crash_in_c_code_leaves_its_stack_and_is_no_lack_of_memory(tmp_path: P
     assert found.next.startswith(f"see the stack in {tmp_path}/logs/rank-1.log; then ")
 
 
+def test_a_crash_of_a_run_that_another_has_followed_is_not_told_as_that_of_the_other(tmp_path: Path) -> None:
+    Run(tmp_path, 2, "mpirun")
+    again = 'open_rank_log(sys.argv[1], 1, "node1", start_text=introduction(1, 2, "mpirun", "node1"))'
+    (tmp_path / "crashing.py").write_text(CRASHING.replace("log.write", f"{again}\nlog.write"))
+    crashed = run_process([sys.executable, str(tmp_path / "crashing.py"), str(tmp_path)])
+    assert "Segmentation fault" in crashed.stderr
+    assert "Segmentation fault" not in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
 def test_without_a_config_to_name_the_same_command_is_advised(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, "none")
     (tmp_path / "config.yaml").unlink()

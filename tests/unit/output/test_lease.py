@@ -343,6 +343,14 @@ def test_a_process_that_wakes_sees_a_lost_lease_before_its_thread_does(
     held.close()
 
 
+def test_a_run_that_wakes_while_it_closes_its_lease_knows_that_it_is_lost(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, refresh_s=500)
+    leave(tmp_path, token="theirs")
+    held.close()
+    assert "on node12, job 33" in str(held.lost)
+    assert told(tmp_path)["token"] == "theirs"
+
+
 def test_the_holder_notices_by_itself(tmp_path: Path) -> None:
     held = open_lease(tmp_path, refresh_s=0.05)
     leave(tmp_path, token="theirs")

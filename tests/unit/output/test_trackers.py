@@ -335,6 +335,27 @@ def test_a_call_that_fails_while_the_run_ends_is_made_once_more(tmp_path: Path, 
     ]
 
 
+def test_a_sender_that_has_lost_the_directory_sends_nothing_and_leaves_the_record_of_the_run_that_has_it(
+    tmp_path: Path,
+) -> None:
+    """The run was suspended while the tracker answered, with a row in the queue."""
+    tracker, is_ours = Kept(), threading.Event()
+    is_ours.set()
+    trackers = started(tracker, tmp_path, is_ours=is_ours.is_set)
+    write(trackers, 1)
+    wait_until(lambda: json.loads((tmp_path / "trackers" / "kept.json").read_text())["logged"] == {"train": 1})
+    tracker.has_tried.clear()
+    tracker.is_open.clear()
+    write(trackers, 2, 3)
+    assert tracker.has_tried.wait(60)
+    is_ours.clear()
+    (tmp_path / "trackers" / "kept.json").write_text("theirs")
+    tracker.is_open.set()
+    trackers.finish("done", [])
+    assert tracker.steps == [1, 2]
+    assert (tmp_path / "trackers" / "kept.json").read_text() == "theirs"
+
+
 def test_a_tracker_that_is_gone_is_said_once_and_its_rows_are_counted(tmp_path: Path, said: list[str]) -> None:
     tracker = Kept()
     trackers = started(tracker, tmp_path)

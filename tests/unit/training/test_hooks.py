@@ -19,7 +19,8 @@ from horovod_train.checkpoint.layout import Checkpoint, Facts
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, ModelSpec, Spec
 from horovod_train.data.audit import Audit
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import InUse, RunError, UserError
+from horovod_train.output.lease import Lease
 from horovod_train.training import run as training_run
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.fine_tuning import Freezing
@@ -112,12 +113,27 @@ def called_at_end(
     return called
 
 
+def failing_run(lease: Lease) -> Any:
+    heartbeat = SimpleNamespace(has_stepped=False)
+    return SimpleNamespace(group=SimpleNamespace(heartbeat=heartbeat), stopping=SimpleNamespace(lease=lease))
+
+
+@pytest.mark.parametrize("error", [KeyError("loss"), RunError("mine")])
+def test_a_run_that_has_lost_its_directory_ends_for_that_though_a_hook_fails(error: Exception) -> None:
+    class Taken(Lease):
+        def is_ours(self) -> bool:
+            return False
+
+    with pytest.raises(InUse, match="another run has taken"), failing_as(failing_run(Taken()), "hooks: a:b", "then"):
+        raise error
+
+
 @pytest.mark.parametrize(
     "text", ["Horovod has been shut down", "ncclAllReduce failed: unhandled system error (run with NCCL_DEBUG=INFO)"]
 )
 def test_what_an_exchange_ends_with_in_users_code_is_raised_as_it_is(text: str) -> None:
     """Before the first step, too: as a mistake of the user it would end with 2, and not be started again."""
-    run = SimpleNamespace(group=SimpleNamespace(heartbeat=SimpleNamespace(has_stepped=False)))
+    run = failing_run(Lease())
     with pytest.raises(tf.errors.UnknownError, match=f"^{re.escape(text)}"), failing_as(run, "hooks: a:b", "at step 0"):
         raise tf.errors.UnknownError(None, None, text)
     with pytest.raises(UserError, match=r"^hooks: a:b failed at step 0: "), failing_as(run, "hooks: a:b", "at step 0"):
@@ -234,6 +250,7 @@ def run_with(*callbacks: str) -> Any:
     return SimpleNamespace(
         group=SimpleNamespace(heartbeat=SimpleNamespace(has_stepped=True)),
         outside_training=lambda *about: nullcontext(),
+        stopping=SimpleNamespace(lease=Lease()),
         parts=SimpleNamespace(
             train_step=SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)),
             callbacks=loaded,
