@@ -7,6 +7,7 @@ process that it started is killed.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import resource
@@ -55,6 +56,17 @@ class Finished:
     @property
     def text(self) -> str:
         return f"--- exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile, nor look later for any in what is collected: it would take a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
