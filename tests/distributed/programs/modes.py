@@ -82,20 +82,21 @@ def _stale(ends: dict[str, np.ndarray]) -> dict[str, float]:
     return {"stale": max(errors)}
 
 
-def _local(ends: dict[str, np.ndarray]) -> dict[str, float]:
-    """Averages every step and every two, of which the last is taken by `settle`."""
+def local_at_every_step() -> float:
     config = TrainConfig(synchronization="local", average_every_steps=1)
     state = train(build_sgd(), build_model(), config).state
     alone = build_model()
     train_alone(build_sgd(), alone)
-    errors = {"local_1": rel_error(weights(state.model), weights(alone))}
+    return rel_error(weights(state.model), weights(alone))
 
+
+def _local(ends: dict[str, np.ndarray]) -> dict[str, float]:
+    """Averages every two steps, of which the last is taken by `settle`."""
     config = TrainConfig(synchronization="local", average_every_steps=2, ema_decay=0.3)
     state = train(build_momentum(), build_model(), config).state
     ends["local"] = weights(state.model)
     state.settle(group)
-    errors["local_2"] = rel_error(weights(state.model), _local_by_hand())
-    return errors
+    return {"local_2": rel_error(weights(state.model), _local_by_hand())}
 
 
 def _local_by_hand() -> np.ndarray:

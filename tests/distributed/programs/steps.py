@@ -13,6 +13,7 @@ import overlap
 import tensorflow as tf
 import together
 from facts import leave, rel_error
+from sparse_steps import error_of
 from stepping import ANY_SIZE, like
 from uneven import (
     COUNTS,
@@ -20,7 +21,6 @@ from uneven import (
     FULL,
     batches,
     build_model,
-    build_sparse_model,
     group,
     rank,
     records,
@@ -36,18 +36,14 @@ from horovod_train.optim.lars import LARS
 from horovod_train.training.build import build_evaluation
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps.shares import Shares
-from horovod_train.training.steps.step import EvalStep
+from horovod_train.training.steps.step import EvalStep, TrainStep
 
 BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.5),
-    "momentum": lambda: keras.optimizers.SGD(0.2, momentum=0.9, nesterov=True),
-    "adam": lambda: keras.optimizers.Adam(0.05),
     "lars": lambda: LARS(0.5, momentum=0.9, weight_decay=0.01, trust_coefficient=0.1),
-    "clipped": lambda: keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.1),
 }
 facts: dict[str, Any] = {"rank": rank, "errors": {}}
-for name in ("sgd", "lars"):
-    build = BUILDERS[name]
+for name, build in BUILDERS.items():
     step = train(build(), build_model(), size_of_first=FULL if name == "lars" else ANY_SIZE)
     alone = build_model()
     losses = train_alone(build(), alone)
@@ -65,19 +61,7 @@ step = train(keras.optimizers.SGD(0.5), build_model(), TrainConfig(l2=0.2, accum
 facts["errors"]["l2"] = rel_error(weights(step.state.model), weights(alone))
 facts["penalised_loss"] = [step.figures.result(group)["loss"], np.dot(losses, COUNTS) / sum(COUNTS)]
 
-# Sparse gradients, in which tokens repeat within a record, between records and between ranks, against dense ones.
-SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "sparse": ("momentum", {}),
-    "sparse_as_dense": ("momentum", {"sparse_as_dense": True}),
-    "sparse_accumulated": ("clipped", {"config": TrainConfig(accumulate_steps=4)}),
-    "sparse_clipped": ("clipped", {}),
-    "sparse_adam": ("adam", {}),
-}
-for name, (optimizer_name, options) in SPARSE.items():
-    alone = build_sparse_model()
-    train_alone(BUILDERS[optimizer_name](), alone)
-    step = train(BUILDERS[optimizer_name](), build_sparse_model(), **options)
-    facts["errors"][name] = rel_error(weights(step.state.model), weights(alone))
+facts["errors"] |= {name: error_of(name) for name in ("sparse", "sparse_accumulated")}
 
 # Negative: the mean of each rank's own mean is not the mean over records once the shares are uneven.
 naive = train(keras.optimizers.SGD(0.5), build_model(), shares_are_equal=True)
@@ -134,23 +118,23 @@ metric.update_state(tf.one_hot(y, 3), model(x))
 facts["late_metric"] = [late.metrics.result(group)["f1_score"], float(metric.result())]
 
 
-# The same masks in a second run, others in the step after.
+# The same masks in a second run, others in the step after. What the forward pass assigns is equal on all ranks after
+# each step; where ranks exchange now and then, it differs between exchanges and is averaged for a save.
+def note_statistics(name: str, trained: TrainStep) -> None:
+    statistics = trained.state.model.layers[2].moving_mean
+    facts[f"statistics {name}"] = statistics.numpy()
+    trained.state.settle(group)
+    facts[f"statistics {name}, settled"] = statistics.numpy()
+
+
 for name in ("mask", "mask_again"):
     step = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5))
     facts[name] = step.state.model.layers[1].mask
+note_statistics("every_step", step)
 step.run(batches(first=2), 1, ANY_SIZE)
 facts["mask_later"] = step.state.model.layers[1].mask
-
-# What the forward pass assigns is equal on all ranks after each step; where ranks exchange now and then, it differs
-# between exchanges and is averaged for a save.
-for name, config in {
-    "every_step": TrainConfig(),
-    "local": TrainConfig(synchronization="local", average_every_steps=2),
-}.items():
-    state = train(keras.optimizers.SGD(0.1), build_model(normalized=True), config).state
-    facts[f"statistics {name}"] = state.model.layers[1].moving_mean.numpy()
-    state.settle(group)
-    facts[f"statistics {name}, settled"] = state.model.layers[1].moving_mean.numpy()
+local = TrainConfig(synchronization="local", average_every_steps=2)
+note_statistics("local", train(keras.optimizers.SGD(0.1), build_model(dropout=0.5), local))
 
 facts |= modes.facts() | frozen.facts() | together.facts() | {"waiting": overlap.facts()}
 leave(rank, facts)

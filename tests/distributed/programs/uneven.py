@@ -55,13 +55,12 @@ def batches(share: Callable[[int], Batch] = share, first: int = 0) -> Batches:
     return Batches(shares.batch(2))
 
 
-def build_model(
-    dropout: float = 0.0, l2: float = 0.0, l2_of_output: float = 0.0, *, normalized: bool = False
-) -> keras.Model:
+def build_model(dropout: float = 0.0, l2: float = 0.0, l2_of_output: float = 0.0) -> keras.Model:
+    """Return a small model; with dropout it has a BatchNormalization too."""
     keras.utils.set_random_seed(3)
     hidden, output = (keras.regularizers.L2(value) if value else None for value in (l2, l2_of_output))
     head = [keras.Input((6,)), keras.layers.Dense(8, activation="relu", kernel_regularizer=hidden)]
-    more = [MaskKeeper(dropout)] if dropout else [keras.layers.BatchNormalization()] if normalized else []
+    more = [MaskKeeper(dropout), keras.layers.BatchNormalization()] if dropout else []
     return keras.Sequential([*head, *more, keras.layers.Dense(3, kernel_regularizer=output)])
 
 

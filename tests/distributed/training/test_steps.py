@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from conftest import RankFacts
@@ -14,15 +16,24 @@ WAYS = [
 ]
 
 
+def by(program: str, *names: str) -> list[Any]:
+    """Cases of a program; those of steps_more are one more of a kind."""
+    marks = [pytest.mark.long] if program == "steps_more" else []
+    return [pytest.param(program, name, id=name, marks=marks) for name in names]
+
+
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
 @pytest.mark.parametrize(
-    "name",
-    ["lars", "l2", "sparse", "sparse_as_dense", "sparse_accumulated", "sparse_clipped", "sparse_adam"],
+    ("program", "name"),
+    [
+        *by("steps", "lars", "l2", "sparse", "sparse_accumulated"),
+        *by("steps_more", "sparse_as_dense", "sparse_clipped", "sparse_adam"),
+    ],
 )
 def test_update_is_the_gradient_of_the_mean_over_all_records(
-    rank_facts: RankFacts, launcher: str, np_: int, name: str
+    rank_facts: RankFacts, launcher: str, np_: int, program: str, name: str
 ) -> None:
-    for facts in rank_facts("steps", launcher, np_):
+    for facts in rank_facts(program, launcher, np_):
         assert facts["errors"][name] < 2e-5
 
 
@@ -44,11 +55,13 @@ def test_training_loss_is_the_mean_over_records_and_penalties(rank_facts: RankFa
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
-@pytest.mark.parametrize("name", ["ema", "ema_in_place", "stale", "local_1", "local_2"])
+@pytest.mark.parametrize(
+    ("program", "name"), [*by("steps", "ema", "ema_in_place", "stale", "local_2"), *by("steps_more", "local_1")]
+)
 def test_moving_averages_and_other_exchanges_are_those_written_out(
-    rank_facts: RankFacts, launcher: str, np_: int, name: str
+    rank_facts: RankFacts, launcher: str, np_: int, program: str, name: str
 ) -> None:
-    for facts in rank_facts("steps", launcher, np_):
+    for facts in rank_facts(program, launcher, np_):
         assert facts["modes"][name] < 2e-5
 
 
