@@ -1,51 +1,22 @@
-"""Weights after a few steps on different data per rank, with stock Horovod, with ours, and with parts left out."""
+"""Weights after a few steps on different data per rank, with our optimizer, and with parts left out."""
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow.keras as stock
 import keras
 import numpy as np
 import tensorflow as tf
-from facts import leave, rel_error
+from facts import leave
+from in_model_fit import build_model, data, facts_of, fit, fit_with, group, rank, sha
 
 from horovod_train.distributed.optimizer import GradientExchange
-from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
-from horovod_train.optim.lars import LARS
 from horovod_train.tensorflow import DistributedOptimizer
 from horovod_train.tensorflow.agreement import Guards, switch
-
-group = start()
-rank, size = group.rank, group.size
-
-
-def data(of: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(of)
-    x = rng.normal(size=(32, 6)).astype(np.float32)
-    return x, (x.sum(axis=1, keepdims=True) ** 2).astype(np.float32)
-
-
-def build_model(seed: int) -> keras.Model:
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1, name="out")]
-    )
-
-
-def weights(model: keras.Model) -> np.ndarray:
-    return np.concatenate([variable.numpy().ravel() for variable in model.trainable_variables])
-
-
-def sha(model: keras.Model) -> str:
-    return hashlib.sha256(weights(model).tobytes()).hexdigest()
 
 
 class Parts(keras.utils.PyDataset):
@@ -60,24 +31,6 @@ class Parts(keras.utils.PyDataset):
 
     def __getitem__(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         return self._x[8 * batch : 8 * batch + 8], self._y[8 * batch : 8 * batch + 8]
-
-
-def fit(
-    optimizer: Any,
-    *,
-    seed: int = 0,
-    callbacks: Any = (),
-    model: keras.Model | None = None,
-    rows: int = 32,
-    compiled: Mapping[str, Any] | None = None,
-    kind: Callable[[np.ndarray, np.ndarray], Any] | None = None,
-) -> keras.Model:
-    model = model or build_model(seed)
-    model.compile(optimizer, "mse", **(compiled or {}))
-    x, y = (values[:rows] for values in data(rank))
-    given = {"x": kind(x, y)} if kind else {"x": x, "y": y, "batch_size": 8}
-    model.fit(**given, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
-    return model
 
 
 def error_of(attempt: Callable[[], Any]) -> str:
@@ -99,44 +52,9 @@ class StopOneRank(keras.callbacks.Callback):
         self.model.stop_training = rank == 0
 
 
-def fit_alone(build: Callable[[], keras.optimizers.Optimizer]) -> keras.Model:
-    """One process on the batches of all ranks together: what N ranks must equal."""
-    model = build_model(0)
-    optimizer = build()
-    parts = [data(r) for r in range(size)]
-    for _ in range(2):
-        for start_row in range(0, 32, 8):
-            x = np.concatenate([part[0][start_row : start_row + 8] for part in parts])
-            y = np.concatenate([part[1][start_row : start_row + 8] for part in parts])
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    return model
-
-
-BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "sgd": lambda: keras.optimizers.SGD(0.01),
-    "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "clipped": lambda: keras.optimizers.SGD(0.01, global_clipnorm=0.5),
-    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "lars": lambda: LARS(0.1, weight_decay=0.01, trust_coefficient=0.1),
-    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=8.0),
-}
 facts: dict[str, Any] = {"rank": rank}
-fitted = {name: fit(DistributedOptimizer(build())) for name, build in BUILDERS.items()}
-facts["ours"] = {name: sha(model) for name, model in fitted.items()}
-facts["error_against_one_process"] = {
-    name: rel_error(weights(fitted[name]), weights(fit_alone(build)))
-    for name, build in BUILDERS.items()
-    if name != "loss_scale"
-}
-facts["error_predivided"] = rel_error(
-    weights(fit(DistributedOptimizer(keras.optimizers.SGD(0.01), gradient_predivide_factor=4.0))),
-    weights(fit_alone(BUILDERS["sgd"])),
-)
+facts |= facts_of(fit_with(("sgd", "adam", "clipped", "loss_scale")))
 facts["unwrapped"] = sha(fit(keras.optimizers.SGD(0.01)))
-facts["stock_horovod"] = sha(fit(stock.DistributedOptimizer(keras.optimizers.SGD(0.01))))
 facts["accumulating"] = sha(fit(DistributedOptimizer(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))))
 
 different_start: dict[str, Any] = {"seed": rank, "optimizer": DistributedOptimizer(keras.optimizers.Adam(0.01))}
@@ -214,9 +132,5 @@ for name, attempt in {
 }.items():
     facts[name] = error_of(attempt)
 
-saved = fitted["adam"]
-facts["saved_model"] = str(Path(sys.argv[1]) / f"model-{rank}.keras")
-saved.save(facts["saved_model"])
-facts["saved_prediction"] = saved(data(0)[0]).numpy().ravel()
 leave(rank, facts)
 group.close()
