@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from conftest import (
+    Finished,
     metrics_of,
     run_process,
     split_records,
@@ -18,6 +20,7 @@ from conftest import (
     warm_python,
 )
 
+EPOCHS, STEPS = 3, 45
 BASE = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
 model: user_models:small
@@ -38,8 +41,8 @@ def base_config(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain_keras_losses(digits: Path) -> list[float]:
-    """The loss of each of 100 steps of `model.fit` in one process, without anything of ours but the model."""
+def plain_keras_losses(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The loss of each step of `model.fit` in one process, without anything of ours but the model."""
     script = f"""
 import json, keras, tensorflow as tf, user_models
 keras.utils.set_random_seed(1)
@@ -54,12 +57,27 @@ def parse(rows):
     return tf.reshape(pixels / 255 - 0.5, [-1, 28, 28, 1]), found["label"]
 files = sorted(tf.io.gfile.glob({str(digits / "train")!r} + "/*.tfrecord"))
 data = tf.data.TFRecordDataset(files).batch(96).map(parse).repeat()
-history = model.fit(data, epochs=100, steps_per_epoch=1, verbose=0)
+history = model.fit(data, epochs={STEPS}, steps_per_epoch=1, verbose=0)
 print(json.dumps(history.history["loss"]))
 """
-    finished = run_process([sys.executable, "-c", script])
+    path = tmp_path_factory.mktemp("plain") / "plain.py"
+    path.write_text(script)
+    finished = run_process([*warm_python(), str(path)])
     assert finished.returncode == 0, finished.text
     return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def run_at(base_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Finished, Path]]:
+    """(launcher, np) → a run of some epochs on fresh processes, and its directory, in a folder of its own."""
+
+    @functools.cache
+    def run(launcher: str, np: int) -> tuple[Finished, Path]:
+        run_dir = tmp_path_factory.mktemp("of") / "run"
+        words = ["data.shuffle=false", f"train.epochs={EPOCHS}", "log.tensorboard=true", "--output-dir", run_dir]
+        return train(["--config", base_config, *words], launcher=launcher, np=np, fresh=True), run_dir
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -71,39 +89,33 @@ print(json.dumps(history.history["loss"]))
     ],
 )
 def test_n_ranks_train_like_one_and_like_plain_keras(
-    base_config: Path, plain_keras_losses: list[float], tmp_path: Path, launcher: str, np: int
+    run_at: Callable[[str, int], tuple[Finished, Path]], plain_keras_losses: list[float], launcher: str, np: int
 ) -> None:
-    arguments = ["--config", base_config, "data.shuffle=false", "train.max_steps=100", "--output-dir", tmp_path / "run"]
-    finished = train(arguments, launcher=launcher, np=np, fresh=True)
+    finished, run_dir = run_at(launcher, np)
     assert finished.returncode == 0, finished.text
-    losses = [row["loss"] for row in metrics_of(tmp_path / "run", "train")]
-    assert len(losses) == 100
+    losses = [row["loss"] for row in metrics_of(run_dir, "train")]
+    assert len(losses) == STEPS
     assert losses == pytest.approx(plain_keras_losses, rel=2e-4)
     assert losses[-1] < losses[0] / 2
 
 
-def test_only_root_leaves_files(base_config: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    finished = train(
-        ["--config", base_config, "train.epochs=2", "log.tensorboard=true", "--output-dir", run_dir],
-        launcher="mpirun",
-        np=2,
-    )
+def test_only_root_leaves_files(run_at: Callable[[str, int], tuple[Finished, Path]]) -> None:
+    finished, run_dir = run_at("horovodrun", 2)
     assert finished.returncode == 0, finished.text
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert {path.name for path in run_dir.parent.iterdir()} == {"run"}
     found = {path.name for path in run_dir.iterdir()}
     # times.jsonl: if the run was long enough to be looked at.
     always = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "metrics.prom", "summary.json", "tensorboard"}
     assert found - {"times.jsonl"} == always
     assert len(list((run_dir / "tensorboard" / "train").iterdir())) == 1
-    assert finished.stdout.count("Done training for 2 epochs, 30 steps") == 1
+    assert finished.stdout.count(f"Done training for {EPOCHS} epochs, {STEPS} steps") == 1
     rows = metrics_of(run_dir, "train")
-    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert {"loss", "accuracy", "learning_rate", "examples_per_s", "examples_per_s_per_rank", "s_per_step"} <= {
         *rows[-1]
     }
     summary = summary_of(run_dir)
-    assert (summary["ranks"], summary["steps"], summary["epochs"], summary["ended"]) == (2, 30, 2, "done")
+    assert (summary["ranks"], summary["steps"], summary["epochs"], summary["ended"]) == (2, STEPS, EPOCHS, "done")
     assert summary["versions"]["horovod"] == version("horovod")
 
 
