@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import split_records, summary_of, train
+from conftest import Finished, split_records, summary_of, train
 
 RECORDS, BATCH, STEPS_PER_EPOCH = 1437, 96, 15
 
@@ -74,20 +76,53 @@ def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path) -> None
     assert verified.returncode == 0, verified.text
 
 
-def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, tmp_path: Path) -> None:
-    """With a batch per rank too: the global batch and the length of the run stay those of the first start."""
-    run_dir = tmp_path / "run"
-    batch = ["data.global_batch_size=null", "data.batch_size_per_rank=48", "train.epochs=3"]
-    for np, max_steps in [(2, STEPS_PER_EPOCH), (3, 37), (1, "null")]:
-        words = ["--config", config, "--output-dir", run_dir, *batch, f"train.max_steps={max_steps}"]
-        finished = train(words, launcher="none" if np == 1 else "mpirun", np=np)
-        assert finished.returncode == 0, finished.text
-    assert "the global batch stays 96; data.batch_size_per_rank 48 would make it 48 here" in finished.stdout
-    assert summary_of(run_dir)["steps"] == 3 * STEPS_PER_EPOCH
-    assert_once(consumed(run_dir), 3)
-    other = train(["--config", config, "--output-dir", run_dir, "data.global_batch_size=48", "train.epochs=4"])
+Starts = tuple[tuple[int, int | str], ...]
+"""The ranks of each start of a run, and the step at which it ends."""
+AT_TWO_AND_THREE: Starts = ((2, 22), (3, "null"))
+ResumedAt = Callable[[Starts], tuple[Finished, Path]]
+
+
+@pytest.fixture(scope="module")
+def resumed_at(config: Path, tmp_path_factory: pytest.TempPathFactory) -> ResumedAt:
+    """The last start of a run, and its directory.
+
+    With a batch per rank: the global batch and the length of the run stay those of the first start.
+    """
+
+    @functools.cache
+    def resumed(starts: Starts) -> tuple[Finished, Path]:
+        run_dir = tmp_path_factory.mktemp("resumed") / "run"
+        batch = ["data.global_batch_size=null", "data.batch_size_per_rank=48", f"train.epochs={len(starts)}"]
+        for np, max_steps in starts:
+            words = ["--config", config, "--output-dir", run_dir, *batch, f"train.max_steps={max_steps}"]
+            finished = train(words, launcher="none" if np == 1 else "mpirun", np=np)
+            assert finished.returncode == 0, finished.text
+        return finished, run_dir
+
+    return resumed
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param(AT_TWO_AND_THREE, id="2-3"),
+        pytest.param(((2, STEPS_PER_EPOCH), (3, 37), (1, "null")), id="2-3-1", marks=pytest.mark.long),
+    ],
+)
+def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(
+    resumed_at: ResumedAt, config: Path, starts: Starts
+) -> None:
+    finished, run_dir = resumed_at(starts)
+    epochs, (ranks, _) = len(starts), starts[-1]
+    per_rank = f"data.batch_size_per_rank 48 would make it {48 * ranks} here"
+    assert f"the global batch stays 96; {per_rank}" in finished.stdout
+    assert summary_of(run_dir)["steps"] == epochs * STEPS_PER_EPOCH
+    assert_once(consumed(run_dir), epochs)
+    more = ["data.global_batch_size=48", f"train.epochs={epochs + 1}"]
+    other = train(["--config", config, "--output-dir", run_dir, *more])
     assert other.returncode == 2
-    assert "its 45 steps were 3 epochs of 15; with the data and data.global_batch_size 48 of this" in other.stderr
+    steps = f"its {epochs * STEPS_PER_EPOCH} steps were {epochs} epochs of {STEPS_PER_EPOCH}"
+    assert f"{steps}; with the data and data.global_batch_size 48 of this" in other.stderr
     verified = train(["check-data", "--audit", run_dir])
     assert verified.returncode == 0, verified.text
 
@@ -107,18 +142,16 @@ def test_a_resume_inside_an_epoch_on_other_data_of_the_same_counts_names_the_fil
     assert "of an epoch of other data: data.train now has other content in 2.tfrecord than the checkpoint" in line
 
 
-def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path) -> None:
+def test_a_record_used_twice_or_never_is_found(resumed_at: ResumedAt, tmp_path: Path) -> None:
     """The negative: the audit of a run that read wrongly does not pass."""
-    run_dir = tmp_path / "run"
-    words = ["--config", config, "--output-dir", run_dir, "train.epochs=1"]
-    assert train(words).returncode == 0
-    (path,) = (run_dir / "audit").glob("*.jsonl")
+    run_dir = shutil.copytree(resumed_at(AT_TWO_AND_THREE)[1], tmp_path / "run")
+    path, *_ = sorted((run_dir / "audit").glob("*.jsonl"))
     head, first, *rest = path.read_text().splitlines()
     entry = json.loads(first)
     entry["ids"][0][0] = entry["ids"][0][1]
     path.write_text("\n".join([head, json.dumps(entry), *rest]) + "\n")
     with pytest.raises(AssertionError):
-        assert_once(consumed(run_dir), 1)
+        assert_once(consumed(run_dir), 2)
     verified = train(["check-data", "--audit", run_dir])
     assert verified.returncode == 2
     assert "twice" in verified.stdout + verified.stderr
