@@ -31,7 +31,7 @@ loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
 metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
 optimizer: adam
 lr_schedule: {{base_lr: 0.01}}
-train: {{epochs: 3, ema_decay: 0.8, l2: 0.01}}
+train: {{epochs: 2, ema_decay: 0.8, l2: 0.01}}
 checkpoint: {{keep: 9, best: {{metric: accuracy, mode: max}}}}
 log: {{tensorboard: false}}
 """
@@ -106,7 +106,7 @@ def evaluate(out: Path, words: list[Any], **ranks: Any) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("launcher", "np_"), [pytest.param("srun", 2, marks=pytest.mark.exhaustive), ("mpirun", 3)])
+@pytest.mark.parametrize(("launcher", "np_"), [("srun", 2), pytest.param("mpirun", 3, marks=pytest.mark.long)])
 def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, launcher: str, np_: int) -> None:
     *_, last = metrics_of(run_dir, "eval")
     words = [run_dir, "eval.batch_size_per_rank=7"]

@@ -119,7 +119,8 @@ for word in ("device.intra_op_threads=3", "device.per_rank=2"):
 def test_a_process_that_has_used_tensorflow_is_told_to_train_first(digits: Path, tmp_path: Path) -> None:
     """Whether threads are set too late, or devices, as on a GPU: TensorFlow has another text for each."""
     (tmp_path / "config.yaml").write_text(f"{BASE.format(data=digits)}output_dir: {tmp_path}/run\n")
-    finished = run_process([sys.executable, "-c", HAS_COMPUTED, str(tmp_path / "config.yaml")])
+    (tmp_path / "has_computed.py").write_text(HAS_COMPUTED)
+    finished = run_process([*warm_python(), str(tmp_path / "has_computed.py"), str(tmp_path / "config.yaml")])
     assert finished.returncode == 0, finished.text
     said = "train: this process has used TensorFlow already, so its threads and devices cannot be set any more."
     assert [line.partition(" ")[2][: len(said)] for line in finished.stdout.splitlines()] == [said, said]
