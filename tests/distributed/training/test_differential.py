@@ -25,18 +25,17 @@ IN_ONE_LAUNCH = 40
 """Cases, of which each takes seconds on each rank."""
 
 CORE = {
-    1: [
-        *("mask, sum, weights", "function as metric", "Dice", "optimizer MultiOptimizer", "own train_step that draws"),
-    ],
-    3: [
-        *("plain", "mask, mean_with_sample_weight, weights", "own train_step, weights"),
-        "layer with a counter, local",
-    ],
+    1: ["function as metric", "Dice", "optimizer MultiOptimizer", "own train_step that draws"],
+    3: ["mask, mean_with_sample_weight, weights", "own train_step, weights"],
 }
 """By ranks. One has those that ranks have no part in, or that are of a kind that three have."""
 LONG = {
-    1: ["two losses, metrics by output", "constraint", "short names", "schedule", "IntegerLookup"],
+    1: [
+        *("mask, sum, weights", "two losses, metrics by output", "constraint", "short names", "schedule"),
+        "IntegerLookup",
+    ],
     3: [
+        *("plain", "layer with a counter, local"),
         *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
         *("metrics of states that are no sums", "XLA, mask", "loss of losses", "own compute_loss, private sum"),
         "BatchNormalization, synchronised, accumulated",
