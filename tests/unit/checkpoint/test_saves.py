@@ -120,7 +120,7 @@ class Impatient(CheckpointStore):
 class Alone:
     """A group of one rank, whose sums are its own numbers."""
 
-    rank, size, is_root, exchange = 0, 1, True, "mpi"
+    rank, size, is_root, controller = 0, 1, True, "MPI"
     heartbeat = Heartbeat()
 
     def sum(self, arrays: Sequence[Any]) -> list[np.ndarray]:
