@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class LongestTimes(list[float]):
-    """The three longest times, in seconds, that something took."""
+    """The three longest times, in seconds, that something took: those by which stopping.usual_longest decides."""
 
     def add(self, seconds: float) -> None:
         self[:] = heapq.nlargest(3, [*self, seconds])

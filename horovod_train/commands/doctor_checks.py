@@ -93,10 +93,10 @@ def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResul
 
 def check_build(group: WorkerGroup) -> CheckResult:
     """Show what Horovod was built with, and what the ranks use of it."""
-    built, controller = horovod_build()
-    text = f"Horovod built with {', '.join(built)}; ranks meet over {controller}"
+    built = horovod_build()
+    text = f"Horovod built with {', '.join(built)}; ranks meet over {group.controller}"
     text += f" and exchange gradients over {group.exchange}"
-    facts = {"built": built, "controller": controller, "exchange": group.exchange}
+    facts = {"built": built, "controller": group.controller, "exchange": group.exchange}
     computes_on_gpu = any(device.gpu_keys for device in group.devices)
     if computes_on_gpu and group.exchange != "NCCL":
         fix = "`horovod-train build-horovod --gpu-operations NCCL` builds it to exchange between GPUs."

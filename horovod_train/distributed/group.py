@@ -43,7 +43,9 @@ class WorkerGroup:
     local_size: int
     launcher: str
     exchange: str
+    """What carries gradients: MPI, gloo, or NCCL."""
     controller: str
+    """What the ranks agree over, and exchange what lies on the CPU: MPI or gloo."""
     hosts: tuple[str, ...]
     devices: tuple[device.Device, ...]
     settings: tuple[tuning.Setting, ...] = ()

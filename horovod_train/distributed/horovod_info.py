@@ -37,8 +37,8 @@ class Speed(NamedTuple):
         return self.bytes / self.seconds / 1e9
 
 
-def horovod_build() -> tuple[list[str], str]:
-    """Return what Horovod was compiled with, and the library over which this process meets the others."""
+def horovod_build() -> list[str]:
+    """Return what Horovod was compiled with."""
     parts = {
         "gloo": hvd.gloo_built(),
         "MPI": hvd.mpi_built(),
@@ -48,7 +48,7 @@ def horovod_build() -> tuple[list[str], str]:
         "DDL": hvd.ddl_built(),
         "oneCCL": hvd.ccl_built(),
     }
-    return [name for name, is_built in parts.items() if is_built], "MPI" if hvd.mpi_enabled() else "gloo"
+    return [name for name, is_built in parts.items() if is_built]
 
 
 def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
@@ -56,7 +56,7 @@ def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
 
     Under gloo each process would be the only rank of its own MPI job, so MPI is not asked.
     """
-    if not hvd.mpi_enabled() or group.launcher == "none":
+    if group.controller != "MPI" or group.launcher == "none":
         return None
     from mpi4py import MPI
 

@@ -157,7 +157,7 @@ class Output:
 
 
 class LostOutput(Output):
-    """That of a run whose directory another run has taken: writes nothing more, but knows what this run wrote."""
+    """Of a run whose directory another run has taken: this one writes nothing more, but knows what it has written."""
 
     def __init__(self, opened: Output) -> None:
         self._opened = opened
