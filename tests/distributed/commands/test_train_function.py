@@ -116,6 +116,7 @@ for word in ("device.intra_op_threads=3", "device.per_rank=2"):
 """
 
 
+@pytest.mark.long
 def test_a_process_that_has_used_tensorflow_is_told_to_train_first(digits: Path, tmp_path: Path) -> None:
     """Whether threads are set too late, or devices, as on a GPU: TensorFlow has another text for each."""
     (tmp_path / "config.yaml").write_text(f"{BASE.format(data=digits)}output_dir: {tmp_path}/run\n")

@@ -38,6 +38,7 @@ def error_of(folder: Path, np: int = 1, *overrides: str) -> str:
     return line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("np", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_bad_record_is_named(digits: Path, tmp_path: Path, np: int) -> None:
     shutil.copytree(digits, tmp_path, dirs_exist_ok=True)

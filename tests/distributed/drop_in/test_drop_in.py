@@ -317,6 +317,7 @@ def test_exchanges_of_two_models_are_not_mixed_up(rank_facts: RankFacts, what: s
         assert facts[what] < 1e-4
 
 
+@pytest.mark.long
 def test_what_layers_hold_besides_weights_is_that_of_root_or_refused(rank_facts: RankFacts) -> None:
     """A Normalization that root has adapted, again before the second fit; vocabularies in another order."""
     for facts in rank_facts("derived", "srun", 2):

@@ -280,6 +280,7 @@ def test_a_weight_changed_on_one_rank_is_named(config: Path, tmp_path: Path) -> 
     assert "ranks disagree at step 10 on model/at/gain: rank 1 (" in finished.stderr
 
 
+@pytest.mark.long
 def test_without_the_check_a_changed_weight_goes_unnoticed(config: Path, tmp_path: Path) -> None:
     """The negative of the above: nothing else would have found it."""
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: tamper}}"

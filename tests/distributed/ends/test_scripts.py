@@ -184,9 +184,8 @@ def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Pa
     assert "another rank has gone" not in finished.stderr
 
 
-@pytest.mark.parametrize(
-    ("trouble", "step"), [pytest.param("hangs", 96, marks=pytest.mark.long), ("hangs-in-its-loop", 12)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("trouble", "step"), [("hangs", 96), ("hangs-in-its-loop", 12)])
 def test_a_rank_that_hangs_in_a_callback_or_in_a_loop_of_its_own_is_named(
     tmp_path: Path, trouble: str, step: int
 ) -> None:

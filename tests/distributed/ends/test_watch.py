@@ -286,6 +286,7 @@ def test_of_two_killed_ranks_one_is_missed_though_the_other_was_the_hosts_first_
         assert our_lines(job) == ["stopped: rank 0 (HOST) disappeared: killed or out of memory?"]
 
 
+@pytest.mark.long
 def test_without_the_watch_nobody_ends_a_frozen_run(tmp_path: Path) -> None:
     """The negative of all this."""
     with watched(tmp_path, "mpirun", 2, 1, "unwatched", 0.5, 1) as job:

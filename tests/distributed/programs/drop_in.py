@@ -302,9 +302,10 @@ CASES: dict[str, tuple[Callable[[], Model], Reference]] = {
     ),
 }
 MORE = {
-    *("own_loop_not_compiled", "nested", "tape_in_a_second_trace", "persistent_tape", "tape_and_optimizer_summed"),
-    *("passes_3", "passes_3_sparse", "sparse_as_dense", "sparse_in_groups", "num_groups", "groups_predivided"),
-    *("fp16_tape", "bf16"),
+    *("own_loop_not_compiled", "unbuilt", "nested", "in_pieces", "tape_in_a_second_trace", "persistent_tape"),
+    *("tape_and_optimizer", "tape_and_optimizer_summed", "passes_3", "passes_3_in_a_second_trace", "passes_3_averaged"),
+    *("passes_3_sparse", "sparse_tape", "sparse_as_dense", "sparse_in_groups", "num_groups", "groups_predivided"),
+    *("predivided", "fp16_tape", "bf16"),
 }
 """Those that are one more of a kind, of which drop_in_more.py makes the facts."""
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from facts import rel_error
 
 from horovod_train.distributed.start import start
+from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
 from horovod_train.tensorflow import DistributedOptimizer
 
@@ -100,3 +101,15 @@ def facts_of(fitted: Mapping[str, keras.Model]) -> dict[str, Any]:
 
 def fit_with(names: Iterable[str]) -> dict[str, keras.Model]:
     return {name: fit(DistributedOptimizer(BUILDERS[name]())) for name in names}
+
+
+def error_of(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return DistributedOptimizer(keras.optimizers.SGD(0.01))

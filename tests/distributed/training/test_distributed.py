@@ -210,11 +210,12 @@ def test_an_exchange_inside_xla_is_refused_in_one_line(
         assert "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False)" in facts[name]
 
 
+@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_ranks_with_different_numbers_of_batches_end_each_epoch_after_the_fewest(
     rank_facts: RankFacts, launcher: str, np: int
 ) -> None:
-    for facts in rank_facts("optimizers", launcher, np):
+    for facts in rank_facts("unequal_epochs", launcher, np):
         assert facts["uneven"]["arrays"] == facts["even"]["3"]
         assert facts["uneven"]["two_steps_a_call"] == facts["even"]["2"]
         assert facts["even"]["2"] != facts["even"]["3"]
@@ -222,27 +223,30 @@ def test_ranks_with_different_numbers_of_batches_end_each_epoch_after_the_fewest
         assert facts["uneven"]["steps_given"] == 3 * 3
 
 
+@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_ranks_with_different_numbers_of_batches_are_refused_if_wanted(
     rank_facts: RankFacts, launcher: str, np: int
 ) -> None:
     others = "rank 1" if np == 2 else "ranks " + ", ".join(map(str, range(1, np)))
-    for facts in rank_facts("optimizers", launcher, np):
+    for facts in rank_facts("unequal_epochs", launcher, np):
         assert f"received rank 0: epoch 1 of 3 batches; {others}: epoch 1 of 4 batches." in facts["uneven_refused"]
 
 
+@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_ranks_of_which_one_stops_early_all_end_with_its_number(rank_facts: RankFacts, launcher: str, np: int) -> None:
-    for facts in rank_facts("optimizers", launcher, np):
+    for facts in rank_facts("unequal_epochs", launcher, np):
         assert "received rank 0: stops after epoch 1; rank" in facts["stopped_alone"]
         assert "epoch 2 of 4 batches." in facts["stopped_alone"]
 
 
+@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_data_of_unknown_length_is_refused_until_its_steps_are_given(
     rank_facts: RankFacts, launcher: str, np: int
 ) -> None:
-    for facts in rank_facts("optimizers", launcher, np):
+    for facts in rank_facts("unequal_epochs", launcher, np):
         assert "received data of unknown length. Give fit(steps_per_epoch=...)" in facts["unknown_length"]
         assert facts["known_length"] == "accepted"
 

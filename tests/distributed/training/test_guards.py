@@ -11,6 +11,7 @@ from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of,
 from horovod_train.checkpoint.layout import verify
 
 
+@pytest.mark.long  # as killed runs do in ends/test_leaving.py
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["codes"] == [0, 0]
@@ -26,6 +27,7 @@ def test_without_one_guard_it_ends_elsewhere(rank_facts: RankFacts, guard: str) 
     assert root["ends"][guard] != root["whole"]
 
 
+@pytest.mark.long
 def test_without_the_broadcast_ranks_hold_different_weights_and_the_check_sees_it(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["answers"]["all on"] == 1

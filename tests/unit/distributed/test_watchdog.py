@@ -382,6 +382,7 @@ def end_of(watchdog: RankWatchdog, error: BaseException) -> None:
         raise error
 
 
+@pytest.mark.long
 def test_a_rank_that_has_failed_for_another_is_not_said_to_have_ended_by_itself(
     ranks: tuple[RankWatchdog, RankWatchdog], capfd: pytest.CaptureFixture[str]
 ) -> None:
