@@ -66,6 +66,9 @@ _NAMED_RANK = re.compile(r"\brank (\d{1,9}) \(")
 _DISAPPEARED = re.compile(r"rank (\d{1,9}) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
 """What registry.raised_at adds to an error of the user's code."""
+_SLURM = ("srun", "srun-pmix")
+_STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
+"""Launchers that are told what a rank runs by a file or a service, not by a command."""
 _STEP = re.compile(r'"step": (\d{1,18})\b')
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 
@@ -335,7 +338,7 @@ def _judge(
     if holder := find_holder():
         return Outcome("running", f"still running: {holder}")
     # A run that trains has removed the summary of an earlier end.
-    if summary and (0 not in stories or _has_trained(stories[0])):
+    if summary and (0 not in stories or any(read_phase(said.text)[0] == "train" for said in stories[0].find("phase"))):
         return finished if is_finished else Outcome("stopped", f"stopped after {steps} steps: {reason}")
     if not stories:
         return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
@@ -414,10 +417,6 @@ def _crash(story: RankStory) -> str:
     frames = re.findall(r'File "([^"\n]+)", line (\d+) in', text[fatal.end() :])
     own = [f"{path}:{line}" for path, line in frames if "site-packages" not in path and "/lib/python" not in path]
     return f"{fatal[1]}, at {own[0]}" if own else fatal[1]
-
-
-def _has_trained(story: RankStory) -> bool:
-    return any(read_phase(entry.text)[0] == "train" for entry in story.find("phase"))
 
 
 def _is_alive(story: RankStory) -> bool:
@@ -538,9 +537,7 @@ def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     return f"read the traceback in {log}"
 
 
-def _command(
-    run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str] = (), *, is_launched: bool = False
-) -> str:
+def _command(run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str], *, is_launched: bool) -> str:
     """Return the command that starts the run again as it was started, on each rank if a scheduler has started those.
 
     resume: the words that say from where, if its config does not. is_launched: whether the command launch has started
@@ -549,12 +546,21 @@ def _command(
     words = ["--config", str(run_dir / "config.yaml"), *resume, "--output-dir", str(run_dir)]
     main = ["python", "-m", "horovod_train.main"]
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
-    is_one_host = len({story.host for story in stories}) < 2
+    per_host = Counter(story.host for story in stories)
+    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
     if launcher == "launch" or is_launched:
-        return shlex.join([*main, "launch", *(_hosts(stories) or ["-np", size]), "--", *words])
-    if launcher == "torchrun" and is_one_host:
+        return shlex.join([*main, "launch", *(hosts or ["-np", size]), "--", *words])
+    if launcher == "torchrun" and not hosts:
         return shlex.join(["torchrun", "--nproc-per-node", size, *main[1:], *words])
-    command = shlex.join([*_launch(launcher, size, stories), *main, *words])
+    start: dict[str, list[str]] = {
+        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
+        "srun": ["srun", "--mpi=none", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
+        "jsrun": ["jsrun", "-n", size],
+        "flux": ["flux", "run", "-n", size],
+    }
+    command = shlex.join([*start.get(launcher, []), *main, *words])
     return f"{command}, on each of the {size} ranks of {launcher}" if launcher in _STARTS_EACH else command
 
 
@@ -576,27 +582,3 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     node = compose(text, str(path))
     settings = None if node is None else plain_value(node)
     return settings if isinstance(settings, dict) else {}
-
-
-_SLURM = ("srun", "srun-pmix")
-_STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
-"""Launchers that are told what a rank runs by a file or a service, not by a command."""
-
-
-def _hosts(stories: Sequence[RankStory]) -> list[str]:
-    """Return words that name the hosts of the ranks; none where there is one."""
-    per_host = Counter(story.host for story in stories)
-    return ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
-
-
-def _launch(launcher: str, size: str, stories: Sequence[RankStory]) -> list[str]:
-    hosts = _hosts(stories)
-    return {
-        "none": [],
-        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
-        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
-        "srun": ["srun", "--mpi=none", "-n", size],
-        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
-        "jsrun": ["jsrun", "-n", size],
-        "flux": ["flux", "run", "-n", size],
-    }.get(launcher, [])

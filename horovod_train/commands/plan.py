@@ -435,7 +435,9 @@ def _lines(facts: Json) -> list[tuple[str, str]]:
             names = f"{', '.join(records['inputs'])} → {', '.join(records['targets']) or 'nothing'}"
             names += f", weighted by {records['weight']}" if records["weight"] else ""
             lines.append((f"{split} data", f"{summary}; {names}"))
-            lines += [("", line) for line in _data_set_lines(records["data_sets"])]
+            sets = records["data_sets"]
+            if any(each["repeats"] > 1 for each in sets):
+                lines += [("", f"{each['records']:,} of {each['name']}, {each['repeats']} × an epoch") for each in sets]
     for where, weights in facts["class_weights"].items():
         by_class = ", ".join(f"class {name}: {weight:g}" for name, weight in weights.items())
         lines.append(("weights", f"{where}: {by_class}, others: 1"))
@@ -459,13 +461,6 @@ def _lines(facts: Json) -> list[tuple[str, str]]:
     if facts["time"]:
         lines.append(("time", _time_line(facts["time"])))
     return lines
-
-
-def _data_set_lines(data_sets: Sequence[Json]) -> list[str]:
-    """Return a line for each data set, if any of them is repeated."""
-    if all(data_set["repeats"] == 1 for data_set in data_sets):
-        return []
-    return [f"{each['records']:,} of {each['name']}, {each['repeats']} × an epoch" for each in data_sets]
 
 
 def _rate_lines(facts: Json) -> list[tuple[str, str]]:
