@@ -108,7 +108,10 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
             port = server.server_address[1]
             address = _with_key(root if server.server_address[0] == _ALL else server.server_address[0], port, step)
             _wait_for_all(server, step, deadline)
-        place = _place_of_task(step) if isinstance(step, Step) else _ask_place(step, address, port, deadline)
+        if isinstance(step, Step):
+            place = Place(step.nodes[step.node], step.local_rank, step.local_size, *step.cross)
+        else:
+            place = _ask_place(step, address, port, deadline)
         address, port, relay = _where_to_ask(step, place, address, port)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, place, address, port) | _log_level(step)
@@ -334,10 +337,6 @@ def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
             others = [at for at, host_ranks in enumerate(hosts.values()) if len(host_ranks) > int(local or 0)]
             places[rank] = Place(name, int(local or 0), len(ranks), others.index(number), len(others))
     return [places[rank] for rank in range(len(arrivals))]
-
-
-def _place_of_task(step: Step) -> Place:
-    return Place(step.nodes[step.node], step.local_rank, step.local_size, *step.cross)
 
 
 def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place:
