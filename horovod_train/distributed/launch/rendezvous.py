@@ -520,13 +520,11 @@ def _log_level(step: Step | Meeting) -> dict[str, str]:
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Set variables inside the block only. Afterwards they would make this start look like horovodrun's."""
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ |= variables
     try:
         yield
     finally:
-        for name, value in previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before

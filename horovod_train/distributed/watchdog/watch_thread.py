@@ -191,10 +191,6 @@ class WatchState:
         if self.exits_since is None:
             self.exits_since, self.exit_code = time.monotonic(), exit_code
 
-    def restart_exit_timer(self) -> None:
-        """Give this process, which has begun to exit, its time again."""
-        self.exits_since = time.monotonic()
-
     def close(self) -> None:
         """Tell the other ranks that this one has finished, so that they do not count it as lost."""
         if self.cause is None:

@@ -107,7 +107,7 @@ class RankWatchdog(Watchdog):
             while state.cause is None and time.monotonic() < deadline:
                 state.changed.wait(state.intervals.turn_s)
                 if state.cause is None:  # this rank may have to say why itself, which takes time too
-                    state.restart_exit_timer()
+                    state.exits_since = time.monotonic()
                 state.report_silent(time.monotonic())
                 if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
                     state.report_finished()
