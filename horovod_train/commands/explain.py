@@ -505,7 +505,9 @@ def _next(
         words = ["--resume", "never"]
         anew = f"remove {folder} and start with" if saved.has_damaged else "start with"
         does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
-    is_launched = _is_launched(launched, run_dir)
+    begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
+    # It has started the last start's ranks, or tried to later: after the start before that.
+    is_launched = bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
     is_slurm = not is_launched and any(story.launcher in _SLURM for story in stories.values())
     if is_slurm and not saved.is_lost:
         told = "".join(f" with {word} in it" for word in words)
@@ -513,13 +515,6 @@ def _next(
         first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "
         does = f"inside an allocation {does}"
     return f"{first}{does}: {_command(run_dir, list(stories.values()), words, is_launched=is_launched)}"
-
-
-def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
-    """Return whether launch has started the last start's ranks, or tried to later: after the start before that."""
-    begun = _starts_of(launched)
-    starts = read_starts_of_root(run_dir)
-    return bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
 
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:

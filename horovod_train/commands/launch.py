@@ -342,7 +342,8 @@ class Supervisor:
         restarts, in_vain, waits, newest = 0, 0, 0, self._newest()
         has_run, in_use_since = False, math.inf
         while True:
-            self._say_start(restarts, newest)
+            origin = "" if newest is None else f"; newest checkpoint: step {newest}"
+            self._say(f"start {restarts + 1} of at most {self.max_restarts + 1}: {self.ranks} rank(s){origin}")
             verdict, seconds, lost = self._start(is_first=not has_run)
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows == "done":
@@ -422,11 +423,6 @@ class Supervisor:
             return next(iter(steps_in(self.program.run_dir / CHECKPOINTS)), None)
         except OSError:  # what has ended the ranks, often
             return known
-
-    def _say_start(self, restarts: int, newest: int | None) -> None:
-        origin = "" if newest is None else f"; newest checkpoint: step {newest}"
-        limit = f" of at most {self.max_restarts + 1}"
-        self._say(f"start {restarts + 1}{limit}: {self.ranks} rank(s){origin}")
 
     def _say(self, text: str) -> None:
         """Say it to the user, and to explain and report, once the run has a folder for its logs."""

@@ -347,7 +347,7 @@ def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place
     return Place(*json.loads(answer))
 
 
-def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes = _HERE) -> tuple[str, int]:
+def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes) -> tuple[str, int]:
     """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
 
     report: of this rank, its arrival or its failure. After reporting a failure it does not wait for the others.
@@ -471,14 +471,13 @@ def _choose_interface(step: Step | Meeting, root: str) -> str:
                 f"rank {step.rank} on {_host_here(step)} has not. It has {', '.join(known)}."
             )
         return interface
-    if isinstance(step, Meeting):
-        peer = root
-        address = _own_address_towards(peer)
-        if is_loopback(address) and not step.is_one_host:  # this host's own name, as in Debian's /etc/hosts
-            address = network.outside_address()
-    else:
-        peer = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
-        address = _own_address_towards(peer)
+    peer = root
+    if isinstance(step, Step) and len(step.nodes) > 1:
+        peer = _address_of(step.nodes[1 if step.node == 0 else 0])
+    address = _own_address_towards(peer)
+    # The address of this host's own name, as in Debian's /etc/hosts.
+    if isinstance(step, Meeting) and is_loopback(address) and not step.is_one_host:
+        address = network.outside_address()
     if (name := network.interface_of(address)) is None:
         raise RunError(
             f"{address}, by which this host reaches {peer}, is on no interface of it: set HOROVOD_GLOO_IFACE."

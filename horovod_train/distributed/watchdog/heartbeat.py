@@ -66,7 +66,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Written by the main thread, read by the watchdog. Setting a phase costs a microsecond.
+    """Written by the main thread, read by the watchdog. Setting a phase costs microseconds.
 
     Logs each new coarse phase, and a probe that fails.
     """
