@@ -324,18 +324,18 @@ def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
         hosts.setdefault(name, []).append(rank)
     places: dict[int, Place] = {}
     for number, (name, ranks) in enumerate(hosts.items()):
-        given = [arrivals[rank][2] for rank in ranks]
-        if any(local is None for local in given):
+        given = [local for rank in ranks if (local := arrivals[rank][2]) is not None]
+        if len(given) < len(ranks):
             given = list(range(len(ranks)))
-        if sorted(local for local in given if local is not None) != list(range(len(ranks))):
+        if sorted(given) != list(range(len(ranks))):
             raise UserError(
                 f"the launcher gave the local ranks {', '.join(map(str, given))} to ranks "
                 f"{', '.join(map(str, ranks))} on {name}; expected 0 to {len(ranks) - 1}, each once. Start the ranks "
                 "of a host by one launcher."
             )
         for rank, local in zip(ranks, given, strict=True):
-            others = [at for at, host_ranks in enumerate(hosts.values()) if len(host_ranks) > int(local or 0)]
-            places[rank] = Place(name, int(local or 0), len(ranks), others.index(number), len(others))
+            others = [at for at, host_ranks in enumerate(hosts.values()) if len(host_ranks) > local]
+            places[rank] = Place(name, local, len(ranks), others.index(number), len(others))
     return [places[rank] for rank in range(len(arrivals))]
 
 
