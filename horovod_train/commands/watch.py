@@ -436,15 +436,11 @@ def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
         groups[now.ended or f"{now.doing}{step}", "" if now.ended else now.trouble].append(rank)
     in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][1])
     for (does, trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
-        hosts = _hosts(look.ranks, ranks)
-        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), bool(trouble)
+        hosts = list(dict.fromkeys(look.ranks[rank].about.host for rank in ranks))
+        where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
+        yield f"{name_ranks(ranks)} ({where}): {does}" + (f"; {trouble}" if trouble else ""), bool(trouble)
     if len(groups) > _MOST_GROUPS:
         yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
-
-
-def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
-    hosts = list(dict.fromkeys(all_ranks[rank].about.host for rank in ranks))
-    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
 
 
 def news(before: Look | None, now: Look) -> Iterator[str]:
