@@ -30,7 +30,7 @@ from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
 from horovod_train.distributed.watchdog.transport import Address, Connection, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchState, WatchThread
+from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
 from horovod_train.output.rank_log import RankLog
 
 LIMITS = WatchConfig()
@@ -64,21 +64,21 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     members = context.Process(target=run_members, args=(tuple(server.address), ranks, there), daemon=True)
     members.start()
     there.close()
-    state = WatchState(Group(ranks), RankLog(), LIMITS, server, watched=range(ranks))  # type: ignore[arg-type]
+    watch = Coordinator(Group(ranks), RankLog(), LIMITS, server)  # type: ignore[arg-type]
     try:
-        WatchThread(state, Coordinator(state, server)).start()
+        WatchThread(watch).start()
         connect_s = float(_next(here, members))
         began, cpu_s = time.monotonic(), _cpu_s()
-        _keep_training(state.group.heartbeat, began + seconds)
+        _keep_training(watch.group.heartbeat, began + seconds)
         watched_s, cpu_s = time.monotonic() - began, _cpu_s() - cpu_s
         figures = {
             "ranks": ranks,
             "connect_s": connect_s,
-            "beat_every_s": state.intervals.beat_s,
+            "beat_every_s": watch.intervals.beat_s,
             "cpu_share": cpu_s / watched_s,
             "memory_mb": (_resident_kb() - memory_kb) / 1e3,
         }
-        silent = state.detector.silent_ranks(time.monotonic())
+        silent = watch.detector.silent_ranks(time.monotonic())
         if silent or len(server.ranks) != ranks - 1:
             sys.exit(f"{ranks} ranks: {ranks - 1 - len(server.ranks)} lost, {len(silent)} not heard of")
         here.send("fail")
@@ -86,8 +86,8 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     finally:
         here.close()
         members.join()
-        with state.changed:
-            state.close()
+        with watch.changed:
+            watch.close()
 
 
 def run_members(address: Sequence[Any], ranks: int, pipe: Pipe) -> None:

@@ -85,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         traceback_to_stderr(error)
         exit_code = 1
-    if exit_code and (not argv or argv[0] not in COMMANDS or argv[0] in ON_RANKS):
-        _let_others_know(exit_code)
+    ranks_wait = not argv or argv[0] not in COMMANDS or argv[0] in ON_RANKS
+    if exit_code and ranks_wait and (step := _step()) is not None:
+        from horovod_train.distributed.launch.rendezvous import report_failure
+
+        report_failure(step, exit_code)
     return exit_code
 
 
@@ -128,14 +131,6 @@ def _library_of(error: ImportError) -> str | None:
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [str(module).partition(".")[0] for module in [*modules, error.name or ""]]
     return next((name for name in reversed(packages) if name in ("horovod", "tensorflow", "keras", "mpi4py")), None)
-
-
-def _let_others_know(exit_code: int) -> None:
-    """Under plain srun, which lets the others wait for a rank that fails alone before the ranks meet."""
-    if (step := _step()) is not None:
-        from horovod_train.distributed.launch.rendezvous import report_failure
-
-        report_failure(step, exit_code)
 
 
 def _root_has_failed() -> bool:

@@ -286,8 +286,10 @@ def _measure_scaling(arguments: argparse.Namespace) -> int:
         for ranks, point in points.items():
             point.together.append(measure(config, ranks, way))
             point.separate.append(point.together[-1] if ranks == 1 else measure(config, ranks, None))
-            print(f"round {number + 1}, {ranks} ranks: {point.together[-1].line()}", file=sys.stderr, flush=True)
-            if not point.together[-1].shares:
+            newest = point.together[-1]
+            figures = f"{newest.examples_per_s:,.0f} examples/s, first step after {newest.first_step_s:.1f} s"
+            print(f"round {number + 1}, {ranks} ranks: {figures}", file=sys.stderr, flush=True)
+            if not newest.shares:
                 raise RunError("bench scaling: the run was too short to see what its steps do. Give more --steps.")
     screen = open_screen()
     screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(list(points.values())), sep="\n")
@@ -359,9 +361,6 @@ class Measured(NamedTuple):
     examples_per_s: float
     shares: dict[str, float]
     first_step_s: float
-
-    def line(self) -> str:
-        return f"{self.examples_per_s:,.0f} examples/s, first step after {self.first_step_s:.1f} s"
 
 
 def measured_config(config: Config, steps: int) -> Config:

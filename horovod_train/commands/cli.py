@@ -54,18 +54,15 @@ class Parser(argparse.ArgumentParser):
         # For every argument without another type, so that no path escapes the check.
         self.register("type", None, _local)
         self.register("type", float, _finite)
-        self._take_options: set[str] = set()
-
-    def takes_options(self, name: str) -> None:
-        """Let the value of this argument be another program's option, such as --qos=long."""
-        self._take_options.add(name)
+        self.passes_on: str | None = None
+        """The argument whose value is another program's option, such as --qos=long."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Do as argparse does, which would take such a value for an option of ours unless it is joined by `=`."""
         command_line = iter(sys.argv[1:] if args is None else args)
         joined = []
         for word in command_line:
-            value = next(command_line, None) if word in self._take_options else None
+            value = next(command_line, None) if word == self.passes_on else None
             joined.append(word if value is None else f"{word}={value}")
         return super().parse_known_args(joined, namespace)
 

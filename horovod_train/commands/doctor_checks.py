@@ -65,10 +65,10 @@ def run_checks(group: WorkerGroup, config: Config | None, folder: Path) -> Itera
     yield check_settings(group)
     yield check_averaging(group)
     yield check_group(group)
-    yield check_speed(group)
+    yield judge_speed(measure_allreduce(group, SIZES, MEASURED_S), group.size, len(set(group.hosts)))
     yield check_network(group)
     yield check_file_system(group, folder)
-    yield check_clocks(group)
+    yield judge_clocks(clock_offsets_s(group), group.hosts)
 
 
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
@@ -321,12 +321,8 @@ def check_group(group: WorkerGroup) -> CheckResult:
     return ok("group sums", "tensors that Horovod exchanges together have the right sums")
 
 
-def check_speed(group: WorkerGroup) -> CheckResult:
-    """Collective: time and throughput of one allreduce by its size, compared with MPI alone if MPI runs."""
-    return judge_speed(measure_allreduce(group, SIZES, MEASURED_S), group.size, len(set(group.hosts)))
-
-
 def judge_speed(speeds: Sequence[Speed], ranks: int, hosts: int) -> CheckResult:
+    """speeds: of one allreduce by its size, compared with MPI alone if MPI runs."""
     rows = ["       bytes      time     GB/s" + ("   MPI alone" if speeds[-1].mpi_s is not None else "")]
     for speed in speeds:
         alone = "" if speed.mpi_s is None else f"   {_time(speed.mpi_s):>9}"
@@ -472,11 +468,6 @@ def _can_read(path: Path, text: str) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.05)
-
-
-def check_clocks(group: WorkerGroup) -> CheckResult:
-    """Collective: how far the hosts' clocks are apart."""
-    return judge_clocks(clock_offsets_s(group), group.hosts)
 
 
 def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> CheckResult:

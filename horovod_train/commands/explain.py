@@ -66,6 +66,9 @@ _NAMED_RANK = re.compile(r"\brank (\d{1,9}) \(")
 _DISAPPEARED = re.compile(r"rank (\d{1,9}) \(.*\) disappeared")
 _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
 """What registry.raised_at adds to an error of the user's code."""
+_SLURM = ("srun", "srun-pmix")
+_STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
+"""Launchers that are told what a rank runs by a file or a service, not by a command."""
 _STEP = re.compile(r'"step": (\d{1,18})\b')
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 
@@ -112,19 +115,6 @@ class LastGood:
 
     path: str
     step: int
-
-
-class Saved(NamedTuple):
-    """What a run has of its checkpoints. steps: as its summary tells; 0 without one."""
-
-    newest: LastGood | None
-    has_damaged: bool
-    steps: int
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether there were checkpoints, and a run could resume from none."""
-        return self.newest is None and (self.has_damaged or self.steps > 0)
 
 
 @dataclass(frozen=True)
@@ -212,7 +202,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, Saved(checkpoint, bool(damaged), layout.steps_told(summary)), counted),
+        next=_next(run_dir, outcome, stories, summary, checkpoint, damaged, counted),
     )
 
 
@@ -335,7 +325,7 @@ def _judge(
     if holder := find_holder():
         return Outcome("running", f"still running: {holder}")
     # A run that trains has removed the summary of an earlier end.
-    if summary and (0 not in stories or _has_trained(stories[0])):
+    if summary and (0 not in stories or any(read_phase(said.text)[0] == "train" for said in stories[0].find("phase"))):
         return finished if is_finished else Outcome("stopped", f"stopped after {steps} steps: {reason}")
     if not stories:
         return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
@@ -416,10 +406,6 @@ def _crash(story: RankStory) -> str:
     return f"{fatal[1]}, at {own[0]}" if own else fatal[1]
 
 
-def _has_trained(story: RankStory) -> bool:
-    return any(read_phase(entry.text)[0] == "train" for entry in story.find("phase"))
-
-
 def _is_alive(story: RankStory) -> bool:
     """Return whether its process is on this host: the same process, not a later one with its number."""
     return story.host == socket.gethostname() and has_run_since(story.pid, story.began.timestamp())
@@ -470,13 +456,17 @@ def _next(
     run_dir: Path,
     outcome: Outcome,
     stories: Mapping[int, RankStory],
-    saved: Saved,
+    summary: Mapping[str, Any],
+    checkpoint: LastGood | None,
+    damaged: Sequence[str],
     launched: Sequence[Entry],
 ) -> str:
     logs, folder = run_dir / FOLDER, run_dir / CHECKPOINTS
+    # There were checkpoints, and a run could resume from none.
+    is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(summary) > 0)
     if outcome.state == "finished":
         lost = f"finished, but none of its checkpoints can be read: restore {folder} from a copy"
-        return lost if saved.is_lost else "nothing to do"
+        return lost if is_lost else "nothing to do"
     if outcome.state == "running":
         return f"wait; its progress is in {logs}"
     story = None if outcome.rank is None else stories.get(outcome.rank)
@@ -500,27 +490,22 @@ def _next(
         return f"{first}start it again with the same command"
     resume = resume_of(run_dir)
     words = [] if resume != "never" else ["checkpoint.resume=auto"]
-    does = "resume with" if saved.newest else "start again with"
+    does = "resume with" if checkpoint else "start again with"
     # The run refuses to begin anew over what it has come to, unless it is told from which checkpoint.
-    if saved.is_lost and (saved.has_damaged or resume in ("auto", "never")):
+    if is_lost and (damaged or resume in ("auto", "never")):
         words = ["--resume", "never"]
-        anew = f"remove {folder} and start with" if saved.has_damaged else "start with"
+        anew = f"remove {folder} and start with" if damaged else "start with"
         does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
-    is_launched = _is_launched(launched, run_dir)
+    begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
+    # It has started the last start's ranks, or tried to later: after the start before that.
+    is_launched = bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
     is_slurm = not is_launched and any(story.launcher in _SLURM for story in stories.values())
-    if is_slurm and not saved.is_lost:
+    if is_slurm and not is_lost:
         told = "".join(f" with {word} in it" for word in words)
         # It has what SLURM was asked for, such as GPUs and nodes, which the logs do not tell.
         first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "
         does = f"inside an allocation {does}"
     return f"{first}{does}: {_command(run_dir, list(stories.values()), words, is_launched=is_launched)}"
-
-
-def _is_launched(launched: Sequence[Entry], run_dir: Path) -> bool:
-    """Return whether launch has started the last start's ranks, or tried to later: after the start before that."""
-    begun = _starts_of(launched)
-    starts = read_starts_of_root(run_dir)
-    return bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
 
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
@@ -538,9 +523,7 @@ def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     return f"read the traceback in {log}"
 
 
-def _command(
-    run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str] = (), *, is_launched: bool = False
-) -> str:
+def _command(run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str], *, is_launched: bool) -> str:
     """Return the command that starts the run again as it was started, on each rank if a scheduler has started those.
 
     resume: the words that say from where, if its config does not. is_launched: whether the command launch has started
@@ -549,12 +532,21 @@ def _command(
     words = ["--config", str(run_dir / "config.yaml"), *resume, "--output-dir", str(run_dir)]
     main = ["python", "-m", "horovod_train.main"]
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
-    is_one_host = len({story.host for story in stories}) < 2
+    per_host = Counter(story.host for story in stories)
+    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
     if launcher == "launch" or is_launched:
-        return shlex.join([*main, "launch", *(_hosts(stories) or ["-np", size]), "--", *words])
-    if launcher == "torchrun" and is_one_host:
+        return shlex.join([*main, "launch", *(hosts or ["-np", size]), "--", *words])
+    if launcher == "torchrun" and not hosts:
         return shlex.join(["torchrun", "--nproc-per-node", size, *main[1:], *words])
-    command = shlex.join([*_launch(launcher, size, stories), *main, *words])
+    start: dict[str, list[str]] = {
+        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
+        "srun": ["srun", "--mpi=none", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
+        "jsrun": ["jsrun", "-n", size],
+        "flux": ["flux", "run", "-n", size],
+    }
+    command = shlex.join([*start.get(launcher, []), *main, *words])
     return f"{command}, on each of the {size} ranks of {launcher}" if launcher in _STARTS_EACH else command
 
 
@@ -576,27 +568,3 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     node = compose(text, str(path))
     settings = None if node is None else plain_value(node)
     return settings if isinstance(settings, dict) else {}
-
-
-_SLURM = ("srun", "srun-pmix")
-_STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
-"""Launchers that are told what a rank runs by a file or a service, not by a command."""
-
-
-def _hosts(stories: Sequence[RankStory]) -> list[str]:
-    """Return words that name the hosts of the ranks; none where there is one."""
-    per_host = Counter(story.host for story in stories)
-    return ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
-
-
-def _launch(launcher: str, size: str, stories: Sequence[RankStory]) -> list[str]:
-    hosts = _hosts(stories)
-    return {
-        "none": [],
-        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
-        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
-        "srun": ["srun", "--mpi=none", "-n", size],
-        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
-        "jsrun": ["jsrun", "-n", size],
-        "flux": ["flux", "run", "-n", size],
-    }.get(launcher, [])

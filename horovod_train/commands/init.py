@@ -82,8 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"--out {out}: expected a name that ends in .yaml, in this folder, where the config's modules are found."
         )
-    describe, _, _ = KINDS[arguments.kind]
-    draft = describe(arguments)
+    draft = KINDS[arguments.kind][0](arguments)
     texts = {out.name: _config_text(draft, out.name), **draft.files}
     for name in texts:
         if Path(name).exists():
@@ -163,16 +162,16 @@ def _table(arguments: argparse.Namespace) -> Draft:
                 )
             layers.append(f"    {name!r}: {texts!r},")
         else:
-            mean, variance = _moments(column[is_trained_on])
-            layers.append(f"    {name!r}: ({mean:.6g}, {variance or 1.0:.6g}),")
+            numbers = column[is_trained_on].astype(np.float64)
+            layers.append(f"    {name!r}: ({numbers.mean():.6g}, {numbers.var() or 1.0:.6g}),")
     names = _classes_of(table[target])
     ends = _classification(epochs=30) if names else _regression()
     output = CLASS_OUTPUT
     if not names:
-        mean, variance = _moments(table[target][is_trained_on])
-        output = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", f"{variance**0.5 or 1.0:.6g}, offset={mean:.6g}")
-    model = TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n").replace("    OUTPUT\n", output)
-    model = _with_slashes(model, inputs)
+        numbers = table[target][is_trained_on].astype(np.float64)
+        scale = f"{numbers.std() or 1.0:.6g}, offset={numbers.mean():.6g}"
+        output = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", scale)
+    model = _with_slashes(TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n") + output, inputs)
     sections = [
         _data(arguments.path, _features(table, inputs, target), [target], inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
@@ -182,11 +181,6 @@ def _table(arguments: argparse.Namespace) -> Draft:
     what = f"{len(names)} classes" if names else "a number"
     found = f"{records} records; {', '.join(kinds)} → {target}, {what}; {_split(records)}"
     return Draft("; note: ".join([found, *notes]), sections, {"model.py": model})
-
-
-def _moments(column: np.ndarray) -> tuple[float, float]:
-    """Return mean and variance."""
-    return float(column.mean(dtype=np.float64)), float(column.var(dtype=np.float64))
 
 
 def _with_slashes(model: str, names: Collection[str]) -> str:
@@ -200,11 +194,7 @@ def _with_slashes(model: str, names: Collection[str]) -> str:
 
 def _text(arguments: argparse.Namespace) -> Draft:
     table, target = _read_table(arguments)
-    lengths = {
-        name: sum(map(len, column.tolist())) / len(column)
-        for name, column in table.items()
-        if column.dtype == object and name != target
-    }
+    lengths = {name: sum(map(len, cells)) for name, cells in table.items() if cells.dtype == object and name != target}
     text = arguments.text or max(lengths, key=lambda name: lengths[name], default=None)
     if text not in lengths:
         raise UserError(f"{arguments.path}: expected a column of text; it has {', '.join(lengths) or 'none'}.")
@@ -235,9 +225,8 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
     path = Path(arguments.path)
     if not path.is_dir():
         raise UserError(f"{path}: expected a folder of TFRecord files, or of train and eval; there is none.")
-    splits = {split: str(path / split) for split in ("train", "eval") if (path / split).is_dir()} or {
-        "train": str(path)
-    }
+    splits = {split: str(path / split) for split in ("train", "eval") if (path / split).is_dir()}
+    splits = splits or {"train": str(path)}
     if "train" not in splits or not has_records(splits["train"], ["*.tfrecord*"]):
         raise UserError(f"{path}: expected *.tfrecord* files in it, or in its folder train.")
     described = [place for place in (Path(splits["train"]), path) if (place / DATASET_NAME).is_file()]
@@ -314,14 +303,14 @@ def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], s
 def _opener_of(path: str) -> OpenStore:
     """Return what opens a table when training reads it. Raises UserError for a name that training does not know."""
     openers = {pattern: opener for pattern, opener in FILES.items() if opener is not refuse_one_array}
-    opener = next((opener for pattern, opener in openers.items() if fits(Path(path).name, pattern)), None)
-    if opener is None:
-        suffixes = ", ".join(pattern.removeprefix("*") for pattern in openers)
-        raise UserError(
-            f"{path}: training reads tables from files that end in {suffixes}. If this is a csv file, with tabs too, "
-            "rename it to end in .csv; unpack one that is compressed."
-        )
-    return opener
+    for pattern, opener in openers.items():
+        if fits(Path(path).name, pattern):
+            return opener
+    suffixes = ", ".join(pattern.removeprefix("*") for pattern in openers)
+    raise UserError(
+        f"{path}: training reads tables from files that end in {suffixes}. If this is a csv file, with tabs too, "
+        "rename it to end in .csv; unpack one that is compressed."
+    )
 
 
 def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
@@ -513,7 +502,6 @@ def build(outputs: int, hidden: int = 64) -> keras.Model:
     x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
     for _ in range(2):
         x = layers.Dense(hidden, activation="relu")(x)
-    OUTPUT
 '''
 
 CLASS_OUTPUT = """\
@@ -524,7 +512,7 @@ NUMBER_OUTPUT = """\
     # By the target's standard deviation and mean: a layer learns numbers around 0 best, whatever the target's size.
     return keras.Model(inputs, layers.Rescaling(DEVIATION, offset=MEAN, dtype="float32", name="output")(x))
 """
-"""What stands in the place of OUTPUT, for a target of classes and for one that is a number."""
+"""How TABLE_MODEL ends, for a target of classes and for one that is a number."""
 
 TEXT_MODEL = '''"""A bag of words, to begin with: it takes text as it is, so that it is exported as one piece."""
 

@@ -342,15 +342,15 @@ class Supervisor:
         restarts, in_vain, waits, newest = 0, 0, 0, self._newest()
         has_run, in_use_since = False, math.inf
         while True:
-            self._say_start(restarts, newest)
+            origin = "" if newest is None else f"; newest checkpoint: step {newest}"
+            self._say(f"start {restarts + 1} of at most {self.max_restarts + 1}: {self.ranks} rank(s){origin}")
             verdict, seconds, lost = self._start(is_first=not has_run)
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows == "done":
                 self._say(after)
                 return verdict.code
             if verdict.follows == "stop":
-                self._say(f"stopped: {after}{'' if verdict.code in SAVED else self._hint()}")
-                return verdict.code
+                return self._stop(after, verdict.code)
             before, newest = newest, self._newest(newest)
             if lost:  # else no rank has trained, as while hosts do not answer
                 in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
@@ -359,13 +359,13 @@ class Supervisor:
             if is_in_use:
                 in_use_since = min(in_use_since, time.monotonic())
                 if (waited_s := time.monotonic() - in_use_since) > self.program.cut_off_s + SAVE_WITHIN_S:
-                    return self._give_up(f"{after}; it has been so for {waited_s:.0f} s", verdict.code)
+                    return self._stop(f"{after}; it has been so for {waited_s:.0f} s", verdict.code)
             elif restarts == self.max_restarts:
-                return self._give_up(f"{after}; --max-restarts {self.max_restarts} is used up", verdict.code)
+                return self._stop(f"{after}; --max-restarts {self.max_restarts} is used up", verdict.code)
             if in_vain >= 2 and lost:
                 if self.ranks == self.min_ranks:
                     where = "no checkpoint" if newest is None else f"no checkpoint after that of step {newest}"
-                    return self._give_up(f"{after}; two starts in a row have left {where}", verdict.code)
+                    return self._stop(f"{after}; two starts in a row have left {where}", verdict.code)
                 self.ranks, in_vain = max(self.min_ranks, self.ranks - lost), 0
             # A directory in use is waited for by time: a rank that is cut off may have it for half an hour.
             restarts, waits = restarts + (not is_in_use), 0 if lost else waits + 1
@@ -424,11 +424,6 @@ class Supervisor:
         except OSError:  # what has ended the ranks, often
             return known
 
-    def _say_start(self, restarts: int, newest: int | None) -> None:
-        origin = "" if newest is None else f"; newest checkpoint: step {newest}"
-        limit = f" of at most {self.max_restarts + 1}"
-        self._say(f"start {restarts + 1}{limit}: {self.ranks} rank(s){origin}")
-
     def _say(self, text: str) -> None:
         """Say it to the user, and to explain and report, once the run has a folder for its logs."""
         to_stderr(f"launch: {text}")
@@ -442,8 +437,8 @@ class Supervisor:
             return
         self._unlogged.clear()
 
-    def _give_up(self, why: str, code: int) -> int:
-        self._say(f"stopped: {why}{self._hint()}")
+    def _stop(self, why: str, code: int) -> int:
+        self._say(f"stopped: {why}{'' if code in SAVED else self._hint()}")
         return code
 
     def _hint(self) -> str:

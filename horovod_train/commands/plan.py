@@ -97,13 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.data.dataset:
         stream = config.data.dataset.name
         raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
-    facts, notes, faults = _look(
-        config,
-        missing_data(config, origins),
-        arguments.np,
-        arguments.fast,
-        Pace(arguments.examples_per_s, arguments.time),
-    )
+    facts, notes, faults = _look(config, missing_data(config, origins), arguments)
     notes = [*left_out_options(config, origins), *notes]
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
@@ -115,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _look(
-    config: Config, missing: list[str], ranks: int, fast: bool, pace: Pace
+    config: Config, missing: list[str], arguments: argparse.Namespace
 ) -> tuple[Json | None, list[str], list[str]]:
     """Return the facts, if the records can be read; what may be unintended; and what is wrong.
 
@@ -125,8 +119,8 @@ def _look(
     _attempt(lambda: require_output_dir(config), faults)
     faults += _wrong_paths(config)
     start, notes = _attempt(lambda: find_resume(config), faults) or (None, [])
-    outlook = None if missing else _attempt(lambda: open_outlook(config, ranks, start), faults)
-    if fast:
+    outlook = None if missing else _attempt(lambda: open_outlook(config, arguments.np, start), faults)
+    if arguments.fast:
         notes = [*notes, NOT_CHECKED]
         if ":" not in config.lr_schedule.decay.name:
             _attempt(lambda: build_formula(config.lr_schedule, Horizon(1, 1, 1)), faults)
@@ -140,7 +134,8 @@ def _look(
     if sizes is None and start is not None:
         sizes = Sizes(f"as the checkpoint of step {start.facts.step}", start.size)
     known = sizes or Sizes("unknown, because the model was not built")
-    facts, second_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
+    pace = arguments.examples_per_s, arguments.time
+    facts, second_notes = (outlook and _attempt(lambda: collect(outlook, known, *pace), faults)) or (None, [])
     lack = _attempt(lambda: _lack_of_room(config, facts), faults)
     return facts, [*notes, *second_notes, *filter(None, [lack])], list(dict.fromkeys(faults))
 
@@ -209,14 +204,6 @@ class Sizes:
     """As the run's log has them."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Records per second over all ranks, and the seconds until the scheduler ends the job; None if not given."""
-
-    examples_per_s: float | None
-    time_s: float | None
-
-
 def find_resume(config: Config) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that a run of this config would resume from, and sentences about others that it skips.
 
@@ -247,8 +234,13 @@ def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outloo
     return Outlook(unresolved, config, ranks, start, records, eval_records, plan, horizon)
 
 
-def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Json, list[str]]:
-    """Return the facts by section, in JSON types, and a sentence for each that may be unintended."""
+def collect(
+    outlook: Outlook, sizes: Sizes, examples_per_s: float | None, time_s: float | None
+) -> tuple[Json, list[str]]:
+    """Return the facts by section, in JSON types, and a sentence for each that may be unintended.
+
+    examples_per_s: over all ranks. time_s: until the scheduler ends the job.
+    """
     config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
     batch = plan.global_batch_size
     saves = count_saves(config.checkpoint, horizon.steps_per_epoch, horizon.total_steps)
@@ -292,7 +284,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Json, list[str]
         },
         "fine_tuning": dict(sizes.fine_tuning),
         "resume": _resume(outlook.start, horizon),
-        "time": _time(outlook, pace),
+        "time": _time(outlook, examples_per_s, time_s),
     }
     notes = [*filter(None, [kept_batch(outlook.unresolved, config, ranks)]), *outlook.records.notes]
     notes += outlook.eval_records.notes if outlook.eval_records else ()
@@ -357,19 +349,19 @@ def _resume(start: Checkpoint | None, horizon: Horizon) -> Json | None:
     return {"path": str(start.folder), "step": start.facts.step, "ranks": start.facts.ranks, "steps_left": left}
 
 
-def _time(outlook: Outlook, pace: Pace) -> Json | None:
+def _time(outlook: Outlook, examples_per_s: float | None, time_s: float | None) -> Json | None:
     """Return the seconds of what is left of the run at a throughput, which also counts for evaluation.
 
     If a time is given instead, return the throughput that it needs.
     """
     done = min(outlook.start.facts.step, outlook.horizon.total_steps) if outlook.start else 0
     work = _records_used(outlook, outlook.horizon.total_steps) - _records_used(outlook, done)
-    if pace.examples_per_s is not None:
-        seconds = work / pace.examples_per_s
-        jobs = None if pace.time_s is None else math.ceil(seconds / pace.time_s)
-        return {"records": work, "seconds": seconds, "walltime_s": pace.time_s, "jobs": jobs}
-    if pace.time_s is not None:
-        return {"records": work, "walltime_s": pace.time_s, "needs_examples_per_s": work / pace.time_s}
+    if examples_per_s is not None:
+        seconds = work / examples_per_s
+        jobs = None if time_s is None else math.ceil(seconds / time_s)
+        return {"records": work, "seconds": seconds, "walltime_s": time_s, "jobs": jobs}
+    if time_s is not None:
+        return {"records": work, "walltime_s": time_s, "needs_examples_per_s": work / time_s}
     return None
 
 
@@ -435,7 +427,9 @@ def _lines(facts: Json) -> list[tuple[str, str]]:
             names = f"{', '.join(records['inputs'])} → {', '.join(records['targets']) or 'nothing'}"
             names += f", weighted by {records['weight']}" if records["weight"] else ""
             lines.append((f"{split} data", f"{summary}; {names}"))
-            lines += [("", line) for line in _data_set_lines(records["data_sets"])]
+            sets = records["data_sets"]
+            if any(each["repeats"] > 1 for each in sets):
+                lines += [("", f"{each['records']:,} of {each['name']}, {each['repeats']} × an epoch") for each in sets]
     for where, weights in facts["class_weights"].items():
         by_class = ", ".join(f"class {name}: {weight:g}" for name, weight in weights.items())
         lines.append(("weights", f"{where}: {by_class}, others: 1"))
@@ -459,13 +453,6 @@ def _lines(facts: Json) -> list[tuple[str, str]]:
     if facts["time"]:
         lines.append(("time", _time_line(facts["time"])))
     return lines
-
-
-def _data_set_lines(data_sets: Sequence[Json]) -> list[str]:
-    """Return a line for each data set, if any of them is repeated."""
-    if all(data_set["repeats"] == 1 for data_set in data_sets):
-        return []
-    return [f"{each['records']:,} of {each['name']}, {each['repeats']} × an epoch" for each in data_sets]
 
 
 def _rate_lines(facts: Json) -> list[tuple[str, str]]:

@@ -67,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
             metavar=option.metavar,
             help=option.help.replace("%", "%%"),
         )
-    parser.takes_options("--sbatch")
+    parser.passes_on = "--sbatch"
 
 
 def run(arguments: argparse.Namespace) -> int:

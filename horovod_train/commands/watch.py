@@ -229,8 +229,8 @@ class Follower:
     _courses: dict[tuple[str, str], Course] = field(default_factory=dict)
     _verdicts: Sequence[tuple[int, str]] = ()
     _last_step: int | None = None
-    _refreshed: tuple[float, float] | None = None
-    """When the lease was refreshed, by the clock of its host; and when this process saw that, by its clock."""
+    _seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """When a file was written, by the clock that stamps it; and when this process first saw that, by its clock."""
 
     def __post_init__(self) -> None:
         require_run(self.run_dir)
@@ -318,14 +318,19 @@ class Follower:
             return float("inf") if self._unwritten_s() > GONE_AFTER_S else None
         if runs_here is not None:
             return None if runs_here else float("inf")
-        if self._refreshed is None or self._refreshed[0] != refreshed:
-            self._refreshed = (refreshed, time.monotonic())
-        silent_s = time.monotonic() - self._refreshed[1]
+        silent_s = self._watched_s("lease", refreshed)
         return silent_s if silent_s > STALE_S / 2 else None
 
     def _unwritten_s(self) -> float:
-        """Return how long ago a rank has written its log."""
-        return time.time() - max((path.stat().st_mtime for path in self._logs().values()), default=0.0)
+        """Return how long ago a rank has written its log: at least as long as this process has seen no change."""
+        written = max((path.stat().st_mtime for path in self._logs().values()), default=0.0)
+        return max(time.time() - written, self._watched_s("logs", written))
+
+    def _watched_s(self, name: str, written: float) -> float:
+        """Return for how long this process has known that something was last written at that time."""
+        if name not in self._seen or self._seen[name][0] != written:
+            self._seen[name] = written, time.monotonic()
+        return time.monotonic() - self._seen[name][1]
 
     def _may_be_started_again(self, root: RankNow, launched: Sequence[Entry]) -> bool:
         """Return whether launch, which has started the ranks, has yet to say what follows their end."""
@@ -431,15 +436,11 @@ def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
         groups[now.ended or f"{now.doing}{step}", "" if now.ended else now.trouble].append(rank)
     in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][1])
     for (does, trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
-        hosts = _hosts(look.ranks, ranks)
-        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), bool(trouble)
+        hosts = list(dict.fromkeys(look.ranks[rank].about.host for rank in ranks))
+        where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
+        yield f"{name_ranks(ranks)} ({where}): {does}" + (f"; {trouble}" if trouble else ""), bool(trouble)
     if len(groups) > _MOST_GROUPS:
         yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
-
-
-def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
-    hosts = list(dict.fromkeys(all_ranks[rank].about.host for rank in ranks))
-    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
 
 
 def news(before: Look | None, now: Look) -> Iterator[str]:

@@ -56,10 +56,10 @@ def _is_open(folder: str) -> bool:
     return os.path.isdir(folder or ".") and os.access(folder or ".", os.R_OK | os.X_OK)
 
 
-def missing_paths(config: DataConfig, made_by: str = "") -> Iterator[str]:
+def missing_paths(config: DataConfig, made_by: str) -> Iterator[str]:
     """Yield a sentence for each local path of data.train and data.eval that does not exist.
 
-    made_by: the command that makes the records, if one is known.
+    made_by: the command that makes the records; "" if none is known.
     """
     for split in ("train", "eval"):
         for path in config.paths(split) if not (config.source or config.dataset) else ():

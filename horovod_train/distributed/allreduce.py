@@ -167,7 +167,7 @@ def _is_compiled_by_xla() -> bool:
     return any(context is not None and context.IsXLAContext() for context in contexts)
 
 
-def number_of_ranks(ranks: hvd.ProcessSet = hvd.global_process_set) -> Any:
+def number_of_ranks(ranks: hvd.ProcessSet) -> Any:
     """Return how many ranks there are, for a graph: an int, or an int32 [] if ranks may be lost or join."""
     return hvd.size_op() if launcher.detect().is_elastic else ranks.size()
 

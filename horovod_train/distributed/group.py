@@ -108,7 +108,7 @@ class WorkerGroup:
 
     def union(self, numbers: Set[int]) -> set[int]:
         """Collective: return the numbers that any rank has, on every rank."""
-        return set().union(*(of_rank.tolist() for of_rank in self.gather(np.array(sorted(numbers), np.int64))))
+        return set().union(*self.gather(sorted(numbers)))
 
     def to_root(self, rows: np.ndarray) -> np.ndarray:
         """Collective: return on root the rows of all ranks, in the order of the ranks; elsewhere no rows.

@@ -110,13 +110,13 @@ def _median_seconds(group: WorkerGroup, exchange: Callable[[], object], seconds:
     return group.broadcast_object(statistics.median(durations))
 
 
-def clock_offsets_s(group: WorkerGroup, rounds: int = 5) -> list[float]:
+def clock_offsets_s(group: WorkerGroup) -> list[float]:
     """Collective: return each rank's clock minus root's, in seconds. The exchange itself adds about a millisecond.
 
-    Of several rounds, the one in which the ranks' times are closest is used.
+    Of five rounds, the one in which the ranks' times are closest is used.
     """
     closest: list[float] = []
-    for _ in range(rounds):
+    for _ in range(5):
         group.barrier()
         times = group.gather(time.time())
         offsets = [moment - times[0] for moment in times]

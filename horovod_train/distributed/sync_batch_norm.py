@@ -23,8 +23,8 @@ from horovod_train.keras_seams import take_class
 T = TypeVar("T")
 _layer_numbers = itertools.count()
 """Layers are numbered over all models, in the order of their first call in training: the same order on all ranks."""
-_row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=None)
-_share: ContextVar[tf.Tensor | None] = ContextVar("share", default=None)
+_rows: ContextVar[tuple[tf.Tensor | None, tf.Tensor | None]] = ContextVar("rows", default=(None, None))
+"""weights and share of rows_that_count."""
 
 
 class _Synchronised:
@@ -67,12 +67,11 @@ def rows_that_count(weights: tf.Tensor, share: tf.Tensor | None = None) -> Itera
     weights: float32 [rows], 0 or 1. Rows with weight 0 fill up a rank's last batch; they are normalised like the
     others. share: what this rank's gradients are multiplied by before they are averaged, float32 scalar; None: 1.
     """
-    tokens = _row_weights.set(weights), _share.set(share)
+    token = _rows.set((weights, share))
     try:
         yield
     finally:
-        _row_weights.reset(tokens[0])
-        _share.reset(tokens[1])
+        _rows.reset(token)
 
 
 def layers_inside(layer: keras.Layer) -> Iterator[keras.Layer]:
@@ -141,7 +140,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool,
 def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tensor:
     """Return 1 for the positions of x that enter the statistics and 0 for the others; broadcasts against x."""
     weights = tf.ones([1] * len(x.shape), x.dtype)
-    rows = _row_weights.get()
+    rows, _ = _rows.get()
     if rows is not None:
         if axis == 0 or x.shape[0] != rows.shape[0]:
             raise UserError(
@@ -164,7 +163,7 @@ def _normalise(
     over all ranks). Sums of squares cancel, so the forward exchange is in float64.
     """
     axes = [other for other in range(len(x.shape)) if other != axis]
-    share, turn, name = _share.get(), name, exchange_name(name)
+    (_, share), turn, name = _rows.get(), name, exchange_name(name)
 
     def sum_over_axes(values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(values, axes, keepdims=True)

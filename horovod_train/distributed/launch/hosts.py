@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -145,15 +145,13 @@ def ask_hosts(hosts: Sequence[Host]) -> dict[str, str]:
 
 def share_out(hosts: Sequence[Host], ranks: int) -> list[Share]:
     """Give each host its ranks, in the order of the hosts, until none are left or all slots are taken."""
-
-    def shares() -> Iterator[Share]:
-        first = 0
-        for host in hosts:
-            if count := min(host.slots, ranks - first):
-                yield Share(host.name, first, count)
-                first += count
-
-    return list(shares())
+    shares: list[Share] = []
+    first = 0
+    for host in hosts:
+        if count := min(host.slots, ranks - first):
+            shares.append(Share(host.name, first, count))
+            first += count
+    return shares
 
 
 def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRanks:

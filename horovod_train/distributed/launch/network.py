@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -63,17 +64,13 @@ def host_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
 
     hosts: by rank, the name that the host has itself, and its boot id.
     """
-    boots: dict[str, list[str]] = {}
-    for name, boot in hosts:
-        if boot not in boots.setdefault(name, []):
-            boots[name].append(boot)
-    names = {(name, found[0]): name for name, found in boots.items() if len(found) == 1}
-    taken = set(boots)
-    for name, found in boots.items():
-        free = (f"{name}-{number}" for number in itertools.count(1) if f"{name}-{number}" not in taken)
-        if len(found) > 1:
-            names |= {(name, boot): new for boot, new in zip(found, free, strict=False)}
-            taken.update(names[name, boot] for boot in found)
+    clones = Counter(name for name, _ in set(hosts))
+    names, taken = dict[tuple[str, str], str](), set(clones)
+    for host in dict.fromkeys(hosts):
+        name = host[0]
+        numbered = (f"{name}-{number}" for number in itertools.count(1))
+        names[host] = name if clones[name] == 1 else next(new for new in numbered if new not in taken)
+        taken.add(names[host])
     return [names[host] for host in hosts]
 
 

@@ -108,7 +108,10 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
             port = server.server_address[1]
             address = _with_key(root if server.server_address[0] == _ALL else server.server_address[0], port, step)
             _wait_for_all(server, step, deadline)
-        place = _place_of_task(step) if isinstance(step, Step) else _ask_place(step, address, port, deadline)
+        if isinstance(step, Step):
+            place = Place(step.nodes[step.node], step.local_rank, step.local_size, *step.cross)
+        else:
+            place = _ask_place(step, address, port, deadline)
         address, port, relay = _where_to_ask(step, place, address, port)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, place, address, port) | _log_level(step)
@@ -321,23 +324,19 @@ def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
         hosts.setdefault(name, []).append(rank)
     places: dict[int, Place] = {}
     for number, (name, ranks) in enumerate(hosts.items()):
-        given = [arrivals[rank][2] for rank in ranks]
-        if any(local is None for local in given):
+        given = [local for rank in ranks if (local := arrivals[rank][2]) is not None]
+        if len(given) < len(ranks):
             given = list(range(len(ranks)))
-        if sorted(local for local in given if local is not None) != list(range(len(ranks))):
+        if sorted(given) != list(range(len(ranks))):
             raise UserError(
                 f"the launcher gave the local ranks {', '.join(map(str, given))} to ranks "
                 f"{', '.join(map(str, ranks))} on {name}; expected 0 to {len(ranks) - 1}, each once. Start the ranks "
                 "of a host by one launcher."
             )
         for rank, local in zip(ranks, given, strict=True):
-            others = [at for at, host_ranks in enumerate(hosts.values()) if len(host_ranks) > int(local or 0)]
-            places[rank] = Place(name, int(local or 0), len(ranks), others.index(number), len(others))
+            others = [at for at, host_ranks in enumerate(hosts.values()) if len(host_ranks) > local]
+            places[rank] = Place(name, local, len(ranks), others.index(number), len(others))
     return [places[rank] for rank in range(len(arrivals))]
-
-
-def _place_of_task(step: Step) -> Place:
-    return Place(step.nodes[step.node], step.local_rank, step.local_size, *step.cross)
 
 
 def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place:
@@ -348,7 +347,7 @@ def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place
     return Place(*json.loads(answer))
 
 
-def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes = _HERE) -> tuple[str, int]:
+def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes) -> tuple[str, int]:
     """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
 
     report: of this rank, its arrival or its failure. After reporting a failure it does not wait for the others.
@@ -472,14 +471,13 @@ def _choose_interface(step: Step | Meeting, root: str) -> str:
                 f"rank {step.rank} on {_host_here(step)} has not. It has {', '.join(known)}."
             )
         return interface
-    if isinstance(step, Meeting):
-        peer = root
-        address = _own_address_towards(peer)
-        if is_loopback(address) and not step.is_one_host:  # this host's own name, as in Debian's /etc/hosts
-            address = network.outside_address()
-    else:
-        peer = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
-        address = _own_address_towards(peer)
+    peer = root
+    if isinstance(step, Step) and len(step.nodes) > 1:
+        peer = _address_of(step.nodes[1 if step.node == 0 else 0])
+    address = _own_address_towards(peer)
+    # The address of this host's own name, as in Debian's /etc/hosts.
+    if isinstance(step, Meeting) and is_loopback(address) and not step.is_one_host:
+        address = network.outside_address()
     if (name := network.interface_of(address)) is None:
         raise RunError(
             f"{address}, by which this host reaches {peer}, is on no interface of it: set HOROVOD_GLOO_IFACE."
@@ -521,13 +519,11 @@ def _log_level(step: Step | Meeting) -> dict[str, str]:
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Set variables inside the block only. Afterwards they would make this start look like horovodrun's."""
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ |= variables
     try:
         yield
     finally:
-        for name, value in previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before

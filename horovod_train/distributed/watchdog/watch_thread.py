@@ -1,8 +1,8 @@
 """The watchdog's thread on every rank: sends and receives heartbeats, and ends the process if it must.
 
-What root does with a message is in Coordinator, what the other ranks do in Worker. WatchState is what their threads
-share: why the run ends, which rank shows its exception, when to exit. HostClaim decides which rank of a host prints a
-line that all of its ranks know. The messages, by `kind`:
+What root does with a message is in Coordinator, what the other ranks do in Worker; both are a Watch, which the main
+thread uses too: why the run ends, which rank shows its exception, when to exit. HostClaim decides which rank of a host
+prints a line that all of its ranks know. The messages, by `kind`:
 
     beat     root ↔ ranks   `beat`: what the sender is doing
     claim    rank → root    its main thread has failed, and wants to show its exception
@@ -31,7 +31,7 @@ import time
 import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,11 @@ class Cause:
     exit_code: int
 
 
-class WatchState:
-    """`changed` guards all attributes, and sending."""
+class Watch(ABC):
+    """What this rank knows of the others, and does about it. `changed` guards all attributes, and sending.
+
+    host_claim: decides which rank of this host prints why the run ends; without it the first remaining rank does.
+    """
 
     def __init__(
         self,
@@ -95,16 +98,12 @@ class WatchState:
         log: RankLog,
         limits: WatchConfig,
         transport: Transport,
-        watched: Sequence[int],
         host_claim: HostClaim | None = None,
     ) -> None:
-        """watched: the ranks whose heartbeats arrive here.
-
-        host_claim: decides which rank of this host prints why the run ends; without it the first remaining rank does.
-        """
         self.group, self.log, self.limits, self.transport = group, log, limits, transport
         self.intervals = intervals(limits, group.size)
         self.names = [group.name(rank) for rank in range(group.size)]
+        watched = range(group.size) if group.rank == 0 else [0, group.rank]  # whose heartbeats arrive here
         self.detector = StallDetector(self.names, watched, limits)
         self.changed = threading.Condition()
         self.speaker: int | None = None
@@ -127,9 +126,32 @@ class WatchState:
         self._host_claim = host_claim
         self._has_printed = False
 
-    def hear(self, rank: int, message: Message, now: float) -> None:
-        """Process a heartbeat that has arrived."""
+    @property
+    @abstractmethod
+    def handlers(self) -> dict[str, Handler]:
+        """What to do with a message, by its kind. Other kinds are ignored."""
+
+    @abstractmethod
+    def lose(self, rank: int, now: float) -> None:
+        """React to a rank that has closed its connection."""
+
+    @abstractmethod
+    def decide(self, now: float) -> None:
+        """React if other ranks are silent or make no progress."""
+
+    @abstractmethod
+    def claim(self) -> None:
+        """Ask to be the rank that shows its exception; `speaker` is the answer."""
+
+    def _hear(self, rank: int, message: Message, now: float) -> None:
         self.detector.hear(rank, Beat(**message["beat"]), now)
+
+    def _finish(self, rank: int, message: Message, now: float) -> None:
+        if rank not in self.finished:  # it may say so twice
+            self.finished.append(rank)
+        if message.get("has_failed"):
+            self.failed.add(rank)
+        self.detector.forget(rank)
 
     def discount_pause(self, seconds: float, now: float) -> None:
         """Do not count other ranks as silent for a time in which this process could not hear them."""
@@ -190,10 +212,6 @@ class WatchState:
         """Let the watchdog's thread end this process if it does not end by itself in time."""
         if self.exits_since is None:
             self.exits_since, self.exit_code = time.monotonic(), exit_code
-
-    def restart_exit_timer(self) -> None:
-        """Give this process, which has begun to exit, its time again."""
-        self.exits_since = time.monotonic()
 
     def close(self) -> None:
         """Tell the other ranks that this one has finished, so that they do not count it as lost."""
@@ -302,38 +320,10 @@ def open_host_claim(group: WorkerGroup) -> HostClaim | None:
     return claim
 
 
-class Role(ABC):
-    """What root and the other ranks do differently. Everything here is called under `WatchState.changed`."""
-
-    def __init__(self, state: WatchState) -> None:
-        self._state = state
-        self.handlers: dict[str, Handler] = {"beat": state.hear, "bye": self._finish}
-        """What to do with a message, by its kind. Other kinds are ignored."""
-
-    @abstractmethod
-    def lose(self, rank: int, now: float) -> None:
-        """React to a rank that has closed its connection."""
-
-    @abstractmethod
-    def decide(self, now: float) -> None:
-        """React if other ranks are silent or make no progress."""
-
-    @abstractmethod
-    def claim(self) -> None:
-        """Ask to be the rank that shows its exception; `WatchState.speaker` is the answer."""
-
-    def _finish(self, rank: int, message: Message, now: float) -> None:
-        if rank not in self._state.finished:  # it may say so twice
-            self._state.finished.append(rank)
-        if message.get("has_failed"):
-            self._state.failed.add(rank)
-        self._state.detector.forget(rank)
-
-
 class WatchThread:
-    def __init__(self, state: WatchState, role: Role) -> None:
-        self._state, self._role = state, role
-        self._turn_s, self._beat_s, _ = state.intervals
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._turn_s, self._beat_s, _ = watch.intervals
         self._turned_at = time.monotonic()
         self._next_turn = self._next_beat = 0.0
         self._failures: set[str] = set()
@@ -341,42 +331,42 @@ class WatchThread:
         """This process has been asked to end because its launcher has."""
 
     def start(self) -> None:
-        for target in (self._watch, self._read_probe):
+        for target in (self._run, self._read_probe):
             threading.Thread(target=target, name=f"watch{target.__name__}", daemon=True).start()
 
-    def _watch(self) -> None:
-        while not self._state.is_closed:
+    def _run(self) -> None:
+        while not self._watch.is_closed:
             with self._reporting_errors():
                 self._turn()
                 continue
             time.sleep(self._turn_s / 10)  # If every turn fails, do not use a whole core.
-        if self._state.cause is None:
+        if self._watch.cause is None:
             # Send it again: if `close` could not, the others would take the closed connection for a lost rank.
-            self._state.say_bye()
-        self._state.transport.close()
+            self._watch.say_bye()
+        self._watch.transport.close()
 
     def _turn(self) -> None:
         """Process all messages; then decide, at most once in turn_s, however many messages arrive."""
-        state = self._state
-        received = state.transport.poll(self._turn_s)
+        watch = self._watch
+        received = watch.transport.poll(self._turn_s)
         now = time.monotonic()
-        with state.changed:
+        with watch.changed:
             if now - self._turned_at > self._turn_s + PAUSED_AFTER_S:
-                state.discount_pause(now - self._turned_at, now)
+                watch.discount_pause(now - self._turned_at, now)
             self._turned_at = now
             for rank, message in received:
                 with self._reporting_errors():
                     self._receive(rank, message, now)
             if now >= self._next_beat:
                 self._next_beat = now + self._beat_s
-                beat = state.group.heartbeat.last()
-                state.detector.hear(state.group.rank, beat, now)
-                state.transport.send({"kind": "beat", "beat": vars(beat)})
-            if state.exits_since is not None:
-                self._end_if_overdue(now - state.exits_since)
-            elif now >= self._next_turn and not state.is_closed:
+                beat = watch.group.heartbeat.last()
+                watch.detector.hear(watch.group.rank, beat, now)
+                watch.transport.send({"kind": "beat", "beat": vars(beat)})
+            if watch.exits_since is not None:
+                self._end_if_overdue(now - watch.exits_since)
+            elif now >= self._next_turn and not watch.is_closed:
                 self._next_turn = now + self._turn_s
-                self._role.decide(now)
+                self._watch.decide(now)
                 if not self._is_told and launcher.parent_has_ended():
                     self._is_told = True
                     self._end_without_launcher()
@@ -384,10 +374,10 @@ class WatchThread:
     def _receive(self, rank: int, message: Message | Lost, now: float) -> None:
         if isinstance(message, Lost):
             if message.closed:
-                self._role.lose(rank, now)
+                self._watch.lose(rank, now)
             return
         kind = message.get("kind")
-        if isinstance(kind, str) and (handler := self._role.handlers.get(kind)):
+        if isinstance(kind, str) and (handler := self._watch.handlers.get(kind)):
             handler(rank, message, now)
 
     @contextmanager
@@ -400,9 +390,9 @@ class WatchThread:
             if text not in self._failures and len(self._failures) < _MAX_FAILURES_REPORTED:
                 self._failures.add(text)
                 trace = "".join(traceback.format_exception(error))
-                state = self._state
-                in_background(lambda: state.log.write("warning", f"the watchdog continues after an error: {trace}"))
-                name = state.names[state.group.rank]
+                watch = self._watch
+                in_background(lambda: watch.log.write("warning", f"the watchdog continues after an error: {trace}"))
+                name = watch.names[watch.group.rank]
                 to_stderr(f"warning: the watchdog of {name} continues after an error: {text}")
 
     def _end_if_overdue(self, seconds: float) -> None:
@@ -410,64 +400,64 @@ class WatchThread:
 
         Do not end a process that no launcher started as a rank, because it may do more than this run.
         """
-        state = self._state
-        heartbeat = state.group.heartbeat
+        watch = self._watch
+        heartbeat = watch.group.heartbeat
         is_saving = heartbeat.name == "save" or heartbeat.is_saving()
-        limit_s = state.limits.stop_after_s if is_saving else LEAVE_WITHIN_S
-        if seconds < limit_s or state.group.launcher == "none":
+        limit_s = watch.limits.stop_after_s if is_saving else LEAVE_WITHIN_S
+        if seconds < limit_s or watch.group.launcher == "none":
             return
-        remote_cause = state.cause if state.cause and state.cause.rank != state.group.rank else None
-        line = f"stopped: {state.names[remote_cause.rank]} {remote_cause.what}" if remote_cause else ""
+        remote_cause = watch.cause if watch.cause and watch.cause.rank != watch.group.rank else None
+        line = f"stopped: {watch.names[remote_cause.rank]} {remote_cause.what}" if remote_cause else ""
         if line:
-            state.print_once_per_host(line)
+            watch.print_once_per_host(line)
 
         def record() -> None:
-            state.log.write_stacks(f"this rank did not end within {seconds:.0f} s")
+            watch.log.write_stacks(f"this rank did not end within {seconds:.0f} s")
             if remote_cause:
-                state.record_end("followed", state.exit_code, error=line, cause=remote_cause.rank)
+                watch.record_end("followed", watch.exit_code, error=line, cause=remote_cause.rank)
 
         in_background(record, 1.0)
-        end_process(state.exit_code)
+        end_process(watch.exit_code)
 
     def _end_without_launcher(self) -> None:
         """Ask this process to stop, as its launcher would: a run saves, and a script without a handler ends.
 
         Otherwise the ranks would train on where nobody looks, and hold their GPUs.
         """
-        to_stderr(f"warning: {self._state.names[self._state.group.rank]}: {_NO_LAUNCHER}")
-        in_background(lambda: self._state.log.write("warning", _NO_LAUNCHER), 1.0)
+        to_stderr(f"warning: {self._watch.names[self._watch.group.rank]}: {_NO_LAUNCHER}")
+        in_background(lambda: self._watch.log.write("warning", _NO_LAUNCHER), 1.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _read_probe(self) -> None:
         # In a separate thread, because it may hang if a device is stuck.
-        while not self._state.is_closed:
-            self._state.group.heartbeat.read_probe()
+        while not self._watch.is_closed:
+            self._watch.group.heartbeat.read_probe()
             time.sleep(self._turn_s)
 
 
-class Coordinator(Role):
-    """Root's role: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports.
+class Coordinator(Watch):
+    """Root's: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports."""
 
-    server: the transport of `state`.
-    """
+    transport: Server
+    _slow_since: float | None = None
 
-    def __init__(self, state: WatchState, server: Server) -> None:
-        super().__init__(state)
-        self._server = server
-        self._slow_since: float | None = None
-        self.handlers |= {
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "beat": self._hear,
+            "bye": self._finish,
             "claim": lambda rank, message, now: self._answer(rank),
-            "cause": lambda rank, message, now: state.announce_cause(Cause(**message["cause"])),
+            "cause": lambda rank, message, now: self.announce_cause(Cause(**message["cause"])),
             "stalled": self._end_frozen_root,
         }
 
     def lose(self, rank: int, now: float) -> None:
-        if rank not in self._state.finished:
-            self._state.detector.forget(rank)
-            self._state.announce_cause(Cause(rank, DISAPPEARED, 1))
+        if rank not in self.finished:
+            self.detector.forget(rank)
+            self.announce_cause(Cause(rank, DISAPPEARED, 1))
 
     def decide(self, now: float) -> None:
-        detector = self._state.detector
+        detector = self.detector
         idle_s = detector.idle_s(now)
         if self._is_alone():
             return
@@ -482,94 +472,91 @@ class Coordinator(Role):
 
     def _is_alone(self) -> bool:
         """Return whether all other ranks have finished, and root still trains, so that no rank waits."""
-        group = self._state.group
-        return len(self._state.finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
+        group = self.group
+        return len(self.finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
 
     def claim(self) -> None:
-        self._answer(self._state.group.rank)
+        self._answer(self.group.rank)
 
     def _answer(self, rank: int) -> None:
-        if self._state.speaker is None:
-            self._state.set_speaker(rank)
-        self._server.send_to(rank, {"kind": "speaker", "rank": self._state.speaker})
+        if self.speaker is None:
+            self.set_speaker(rank)
+        self.transport.send_to(rank, {"kind": "speaker", "rank": self.speaker})
 
     def _end_frozen_root(self, rank: int, message: Message, now: float) -> None:
         """End this process: it was frozen, and the others have ended because of that."""
-        self._state.record_stall(f"the other ranks have ended: {message['text']}")
+        self.record_stall(f"the other ranks have ended: {message['text']}")
         end_process(Stalled.exit_code)
 
     def _warn(self, text: str) -> None:
         in_background(lambda: log.warning(text, extra=SLOW))
 
     def _stop(self, sentence: str, now: float) -> None:
-        self._server.send({"kind": "stop", "text": sentence})
-        unready = set(self._server.ranks) - set(self._state.detector.silent_ranks(now))
-        hint = "; the stacks of all ranks are in logs/" if self._state.log.name else ""
+        self.transport.send({"kind": "stop", "text": sentence})
+        unready = set(self.transport.ranks) - set(self.detector.silent_ranks(now))
+        hint = "; the stacks of all ranks are in logs/" if self.log.name else ""
         _say(f"error: stalled: {sentence}{hint}")
-        self._state.record_stall(sentence)
+        self.record_stall(sentence)
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while unready and time.monotonic() < deadline:
-            for rank, message in self._server.poll(0.1):
+            for rank, message in self.transport.poll(0.1):
                 if isinstance(message, Lost) or message.get("kind") == "ready":
                     unready.discard(rank)
-        self._server.send({"kind": "leave", "text": sentence})
+        self.transport.send({"kind": "leave", "text": sentence})
         end_process(Stalled.exit_code)
 
 
-class Worker(Role):
-    """The role of every rank but root: follow root's messages, and check that root is not silent.
+class Worker(Watch):
+    """That of every rank but root: follow root's messages, and check that root is not silent."""
 
-    state: its transport is the connection to root.
-    """
-
-    def __init__(self, state: WatchState) -> None:
-        super().__init__(state)
-        self.handlers |= {
-            "speaker": lambda rank, message, now: state.set_speaker(message["rank"]),
-            "cause": lambda rank, message, now: state.record_cause(Cause(**message["cause"])),
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "beat": self._hear,
+            "bye": self._finish,
+            "speaker": lambda rank, message, now: self.set_speaker(message["rank"]),
+            "cause": lambda rank, message, now: self.record_cause(Cause(**message["cause"])),
             "stop": self._stop,
             "leave": self._leave,
         }
 
     def lose(self, rank: int, now: float) -> None:
-        state = self._state
-        if state.finished:
+        if self.finished:
             return
-        state.detector.forget(rank)
-        if now < state.paused_until and state.cause is None:
-            state.record_stall("this process was frozen, and the others have ended meanwhile")
+        self.detector.forget(rank)
+        if now < self.paused_until and self.cause is None:
+            self.record_stall("this process was frozen, and the others have ended meanwhile")
             end_process(Stalled.exit_code)
-        state.record_cause(Cause(rank, DISAPPEARED, 1))
+        self.record_cause(Cause(rank, DISAPPEARED, 1))
 
     def decide(self, now: float) -> None:
         """End this process if root is silent and no rank makes progress."""
-        state = self._state
-        if not state.detector.silent_ranks(now) or state.detector.idle_s(now) < state.detector.stop_after_s(now):
+        if not self.detector.silent_ranks(now) or self.detector.idle_s(now) < self.detector.stop_after_s(now):
             return
-        sentence = state.detector.describe_stall(now)
-        state.transport.send({"kind": "stalled", "text": sentence})
+        sentence = self.detector.describe_stall(now)
+        self.transport.send({"kind": "stalled", "text": sentence})
         # All remaining ranks come here at about the same time and cannot agree on which reports. The first rank that is
         # not on root's host does, because that host may have failed.
-        hosts = state.group.hosts
+        hosts = self.group.hosts
         remote_ranks = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
-        if state.group.rank == min(remote_ranks, default=1):
+        if self.group.rank == min(remote_ranks, default=1):
             _say(f"error: stalled: {sentence}; the stacks of the other ranks are in logs/")
-        state.record_stall(sentence)
+        self.record_stall(sentence)
         time.sleep(_STACKS_WITHIN_S)
         end_process(Stalled.exit_code)
 
     def claim(self) -> None:
-        self._state.transport.send({"kind": "claim"})
+        self.transport.send({"kind": "claim"})
 
     def _stop(self, rank: int, message: Message, now: float) -> None:
-        self._state.record_stall(message["text"])
-        self._state.transport.send({"kind": "ready"})
+        self.record_stall(message["text"])
+        self.transport.send({"kind": "ready"})
         deadline = time.monotonic() + ANSWER_WITHIN_S
-        while time.monotonic() < deadline and not self._state.transport.poll(0.1):
+        while time.monotonic() < deadline and not self.transport.poll(0.1):
             pass  # Any message ends the wait: root sends `leave`, or its connection is lost.
         end_process(Stalled.exit_code)
 
     def _leave(self, rank: int, message: Message, now: float) -> None:
         """End this process; the `stop` that should have done so did not arrive."""
-        self._state.record_stall(message["text"])
+        self.record_stall(message["text"])
         end_process(Stalled.exit_code)

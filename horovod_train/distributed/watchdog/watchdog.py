@@ -30,8 +30,7 @@ from horovod_train.distributed.watchdog.watch_thread import (
     LEAVE_WITHIN_S,
     Cause,
     Coordinator,
-    Role,
-    WatchState,
+    Watch,
     WatchThread,
     Worker,
     in_background,
@@ -84,56 +83,56 @@ class Watchdog:
 class RankWatchdog(Watchdog):
     """The main thread's access to the watchdog's thread."""
 
-    def __init__(self, state: WatchState, role: Role) -> None:
-        self._state, self._role = state, role
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
 
     def claim_to_speak(self, exit_code: int) -> bool:
-        state = self._state
-        with state.changed:
-            state.start_exit_timer(exit_code)
-            if state.cause is None:
-                self._role.claim()
-            state.changed.wait_for(lambda: state.speaker is not None or state.cause is not None, ANSWER_WITHIN_S)
-            return state.cause is None and state.speaker in (None, state.group.rank)
+        watch = self._watch
+        with watch.changed:
+            watch.start_exit_timer(exit_code)
+            if watch.cause is None:
+                watch.claim()
+            watch.changed.wait_for(lambda: watch.speaker is not None or watch.cause is not None, ANSWER_WITHIN_S)
+            return watch.cause is None and watch.speaker in (None, watch.group.rank)
 
     def announce_cause(self, cause: Cause) -> None:
-        with self._state.changed:
-            self._state.announce_cause(cause)
+        with self._watch.changed:
+            self._watch.announce_cause(cause)
 
     def find_cause(self, exit_code: int = 1) -> Cause | None:
-        state, deadline = self._state, time.monotonic() + LEAVE_WITHIN_S
-        with state.changed:
-            state.start_exit_timer(exit_code)
-            while state.cause is None and time.monotonic() < deadline:
-                state.changed.wait(state.intervals.turn_s)
-                if state.cause is None:  # this rank may have to say why itself, which takes time too
-                    state.restart_exit_timer()
-                state.report_silent(time.monotonic())
+        watch, deadline = self._watch, time.monotonic() + LEAVE_WITHIN_S
+        with watch.changed:
+            watch.start_exit_timer(exit_code)
+            while watch.cause is None and time.monotonic() < deadline:
+                watch.changed.wait(watch.intervals.turn_s)
+                if watch.cause is None:  # this rank may have to say why itself, which takes time too
+                    watch.exits_since = time.monotonic()
+                watch.report_silent(time.monotonic())
                 if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
-                    state.report_finished()
-                    state.report_suspended(time.monotonic())
-            return state.cause
+                    watch.report_finished()
+                    watch.report_suspended(time.monotonic())
+            return watch.cause
 
     def print_once_per_host(self, line: str) -> None:
-        with self._state.changed:
-            self._state.print_once_per_host(line)
+        with self._watch.changed:
+            self._watch.print_once_per_host(line)
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        state = self._state
-        if state.group.launcher != "none":
-            _end_process_in_time(state.log)
+        watch = self._watch
+        if watch.group.launcher != "none":
+            _end_process_in_time(watch.log)
         # Report the step of this moment, or that of the last heartbeat if a device is stuck.
-        in_background(state.group.heartbeat.read_probe, 0.5)
+        in_background(watch.group.heartbeat.read_probe, 0.5)
         yield
-        with state.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
+        with watch.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
             # This rank has reported its failure, so it must not count as disappeared.
-            state.has_failed = True
-            state.say_bye()
+            watch.has_failed = True
+            watch.say_bye()
 
     def close(self) -> None:
-        with self._state.changed:
-            self._state.close()
+        with self._watch.changed:
+            self._watch.close()
 
 
 def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watchdog:
@@ -150,11 +149,10 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
         return Watchdog()
     address = Address(*fields)
     host_claim = open_host_claim(group)
-    role: Role
+    watch: Watch
     if server is not None:
         log.write("watch", f"listens at {address.host}:{address.port}")
-        state = WatchState(group, log, limits, server, range(group.size), host_claim)
-        role = Coordinator(state, server)
+        watch = Coordinator(group, log, limits, server, host_claim)
     else:
         try:
             connection = connect(address, group.rank, _CONNECT_WITHIN_S)
@@ -162,10 +160,9 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
             where = f"root at {address.host}:{address.port}"
             to_stderr(f"warning: {group.name(group.rank)} is not watched: cannot reach {where}: {error}")
             return Watchdog()
-        state = WatchState(group, log, limits, connection, [0, group.rank], host_claim)
-        role = Worker(state)
-    WatchThread(state, role).start()
-    return RankWatchdog(state, role)
+        watch = Worker(group, log, limits, connection, host_claim)
+    WatchThread(watch).start()
+    return RankWatchdog(watch)
 
 
 def stall_environment(limits: WatchConfig) -> dict[str, str]:

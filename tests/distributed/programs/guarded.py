@@ -16,7 +16,7 @@ from typing import Any
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.distributed.watchdog.transport import Address, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import Coordinator, Role, WatchState, WatchThread, Worker
+from horovod_train.distributed.watchdog.watch_thread import Coordinator, Watch, WatchThread, Worker
 from horovod_train.output import logs, rank_log
 from horovod_train.output.console import to_stderr
 
@@ -44,14 +44,13 @@ limits = WatchConfig(
 )
 group: Any = Group(rank, size)
 meeting_point = out / "address"
-role: Role
+watch: Watch
 
 if rank == 0:
     rank_log.make_folder(out)
     server = Server("127.0.0.1", size)
     log = rank_log.open_rank_log(out, rank, "here", start_text=rank_log.introduction(rank, size, "none", "here"))
-    state = WatchState(group, log, limits, server, watched=range(size))
-    role = Coordinator(state, server)
+    watch = Coordinator(group, log, limits, server)
     meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
     meeting_point.with_suffix(".new").rename(meeting_point)
 else:
@@ -60,10 +59,9 @@ else:
     host, port, token = meeting_point.read_text().split()
     connection = connect(Address(host, int(port), token), rank, 300.0)
     log = rank_log.open_rank_log(out, rank, "here", start_text=rank_log.introduction(rank, size, "none", "here"))
-    state = WatchState(group, log, limits, connection, watched=[0, rank])
-    role = Worker(state)
+    watch = Worker(group, log, limits, connection)
 with logs.to_console(rank == 0, show=to_stderr), logs.to_file(log.write):
-    WatchThread(state, role).start()
+    WatchThread(watch).start()
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     while not (out / "stand-still").exists():
         group.heartbeat.phase("exchange")

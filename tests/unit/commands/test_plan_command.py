@@ -24,7 +24,7 @@ from horovod_train.checkpoint.layout import Facts, count_multiples, count_saves
 from horovod_train.checkpoint.tensors import write
 from horovod_train.commands import plan, plan_model
 from horovod_train.commands.check_data import epoch_shares
-from horovod_train.commands.plan import Pace, Sizes, collect, open_outlook, records_by_rank, rows_by_rank
+from horovod_train.commands.plan import Sizes, collect, open_outlook, records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.data.dataset import open_records
@@ -159,7 +159,7 @@ def test_checkpoints_on_the_disk_are_as_many_as_it_is_to_have_room_for(
     """Of 3 saves by epoch, and of those by the clock or an evaluation."""
     sizes = Sizes("given", checkpoint_bytes=10)
     config, _ = load([str(config_file)], words)
-    facts, _ = collect(open_outlook(config, 1, None), sizes, Pace(None, None))
+    facts, _ = collect(open_outlook(config, 1, None), sizes, None, None)
     assert (facts["checkpoints"]["kept"], facts["checkpoints"]["bytes_at_most"]) == (kept, 10 * at_once)
 
 

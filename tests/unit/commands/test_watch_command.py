@@ -215,6 +215,20 @@ def test_a_run_without_lease_and_end_whose_logs_are_old_has_gone(run: Run) -> No
     assert Follower(run.folder).look().is_over
 
 
+def test_a_run_without_lease_and_end_has_gone_though_the_clock_of_its_files_is_ahead(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train(10)
+    run.lease.close()
+    for log in (run.folder / "logs").iterdir():
+        os.utime(log, (time.time() + 3600,) * 2)
+    follower = Follower(run.folder)
+    assert not follower.look().is_over
+    monkeypatch.setattr(watch, "GONE_AFTER_S", 0.05)
+    time.sleep(0.1)
+    assert follower.look().is_over
+
+
 def launch_says(run: Run, line: str) -> None:
     time.sleep(0.005)
     with (run.folder / "logs" / "launch.log").open("a") as file:

@@ -31,7 +31,7 @@ from horovod_train.distributed.watchdog.watch_thread import (
     Cause,
     Coordinator,
     HostClaim,
-    WatchState,
+    Watch,
     WatchThread,
     Worker,
     open_host_claim,
@@ -73,8 +73,8 @@ class Counting(Coordinator):
 
     fails = False
 
-    def __init__(self, state: WatchState, server: Server) -> None:
-        super().__init__(state, server)
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
         self.decisions: list[float] = []
 
     def decide(self, now: float) -> None:
@@ -90,7 +90,7 @@ LIMITS = WatchConfig(warn_after_s=600, stop_after_s=1200, first_step_after_s=120
 @dataclass
 class Root:
     server: Server
-    role: Counting
+    watch: Counting
 
     def join(self, rank: int) -> Connection:
         return connect(self.server.address, rank, 300)
@@ -99,12 +99,11 @@ class Root:
 @pytest.fixture
 def root() -> Iterator[Root]:
     server = Server("127.0.0.1", SIZE)
-    state = WatchState(Group(), RankLog(), LIMITS, server, watched=range(SIZE))  # type: ignore[arg-type]
-    role = Counting(state, server)
-    WatchThread(state, role).start()
-    yield Root(server, role)
-    with state.changed:
-        state.close()
+    watch = Counting(Group(), RankLog(), LIMITS, server)
+    WatchThread(watch).start()
+    yield Root(server, watch)
+    with watch.changed:
+        watch.close()
 
 
 def receive(connection: Connection, kind: str) -> dict[str, Any]:
@@ -146,9 +145,9 @@ def test_a_message_without_sense_is_reported_and_the_next_is_heard(
 def test_an_error_in_the_watchdog_itself_is_reported_once_and_it_continues(
     root: Root, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    root.role.fails = True
-    before = len(root.role.decisions)
-    wait_until(lambda: len(root.role.decisions) >= before + 2)
+    root.watch.fails = True
+    before = len(root.watch.decisions)
+    wait_until(lambda: len(root.watch.decisions) >= before + 2)
     connection = root.join(1)
     connection.send({"kind": "claim"})
     receive(connection, "speaker")
@@ -163,9 +162,9 @@ def test_root_decides_once_a_turn_however_much_it_hears(root: Root) -> None:
         time.sleep(0.001)
     connection.send({"kind": "claim"})
     receive(connection, "speaker")
-    wait_until(lambda: len(root.role.decisions) >= 2)
+    wait_until(lambda: len(root.watch.decisions) >= 2)
     turn_s = intervals(LIMITS, SIZE).turn_s
-    assert min(after - before for before, after in pairwise(root.role.decisions)) >= 0.999 * turn_s
+    assert min(after - before for before, after in pairwise(root.watch.decisions)) >= 0.999 * turn_s
 
 
 def test_hundreds_of_ranks_send_heartbeats_less_often() -> None:
@@ -197,12 +196,11 @@ def open_in_all_ranks(rank: int = 0) -> list[HostClaim | None]:
     return [claim, *later]
 
 
-def states(claims: list[HostClaim | None]) -> list[WatchState]:
-    made = []
+def states(claims: list[HostClaim | None]) -> list[Watch]:
+    made: list[Watch] = []
     for rank, claim in enumerate(claims):
         group, limits = Group(rank, HOSTS), WatchConfig()
-        state = WatchState(group, RankLog(), limits, NoTransport(), [0, rank], claim)  # type: ignore[arg-type]
-        made.append(state)
+        made.append(Worker(group, RankLog(), limits, NoTransport(), claim))  # type: ignore[arg-type]
     return made
 
 
@@ -342,8 +340,8 @@ def test_the_lines_of_an_error_are_one_up_to_where_it_happened(capfd: pytest.Cap
 
 
 def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root) -> None:
-    state = root.role._state
-    watchdog = RankWatchdog(state, root.role)
+    state = root.watch
+    watchdog = RankWatchdog(state)
     connections = [root.join(1), root.join(2)]
 
     def beat() -> None:
@@ -368,16 +366,15 @@ def gone() -> tf.errors.UnknownError:
 def ranks(root: Root, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatchdog, RankWatchdog]]:
     """The watchdogs of ranks 0 and 1."""
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "34")
-    state = WatchState(Group(rank=1), RankLog(), LIMITS, root.join(1), watched=[0, 1])  # type: ignore[arg-type]
-    role = Worker(state)
-    WatchThread(state, role).start()
-    yield RankWatchdog(root.role._state, root.role), RankWatchdog(state, role)
-    with state.changed:
-        state.close()
+    watch = Worker(Group(rank=1), RankLog(), LIMITS, root.join(1))  # type: ignore[arg-type]
+    WatchThread(watch).start()
+    yield RankWatchdog(root.watch), RankWatchdog(watch)
+    with watch.changed:
+        watch.close()
 
 
 def end_of(watchdog: RankWatchdog, error: BaseException) -> None:
-    state = watchdog._state
+    state = watchdog._watch
     with pytest.raises(AlreadySaid), RunEnd(state.group, state.log, watchdog):
         raise error
 
@@ -388,10 +385,10 @@ def test_a_rank_that_has_failed_for_another_is_not_said_to_have_ended_by_itself(
 ) -> None:
     root, other = ranks
     end_of(other, gone())  # it does not know why
-    wait_until(lambda: 1 in root._state.finished)
+    wait_until(lambda: 1 in root._watch.finished)
     other.close()  # a script's end tells it again
     end_of(root, gone())
-    assert root._state.cause is None
+    assert root._watch.cause is None
     assert "ended by itself" not in capfd.readouterr().err
 
 
@@ -400,7 +397,7 @@ def test_a_rank_that_ends_by_itself_is_named(
 ) -> None:
     root, other = ranks
     other.close()
-    wait_until(lambda: 1 in root._state.finished)
+    wait_until(lambda: 1 in root._watch.finished)
     end_of(root, gone())
     assert capfd.readouterr().err.startswith("stopped: rank 1 (here) ended by itself, by sys.exit or")
 
@@ -419,7 +416,7 @@ def test_a_suspension_that_gloo_does_not_survive_is_named(
 ) -> None:
     """All ranks are: none is silent, none has ended, and gloo tells each one that it waited too long."""
     root, _ = ranks
-    state = root._state
+    state = root._watch
     monkeypatch.setattr(state, "group", dataclasses.replace(state.group, controller=controller))
     monkeypatch.setattr(state, "_host_claim", HostClaim(tmp_path / "claim"))
     with state.changed:
@@ -442,8 +439,8 @@ def test_a_process_that_writes_a_checkpoint_in_the_background_gets_the_time_of_a
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(watch_thread, "end_process", ended.append)
-    state = WatchState(Group(launcher="srun"), RankLog(), LIMITS, None, watched=range(SIZE))  # type: ignore[arg-type]
-    thread = WatchThread(state, None)  # type: ignore[arg-type]
+    state = Worker(Group(launcher="srun"), RankLog(), LIMITS, None)  # type: ignore[arg-type]
+    thread = WatchThread(state)
     state.exit_code = 1
     state.group.heartbeat.is_saving = lambda: True
     thread._end_if_overdue(LEAVE_WITHIN_S + 1)
@@ -461,9 +458,9 @@ def test_where_no_thread_can_be_started_a_process_is_ended_all_the_same(monkeypa
     ended: list[int] = []
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(watch_thread, "end_process", ended.append)
-    state = WatchState(Group(launcher="srun"), RankLog(), LIMITS, None, watched=range(SIZE))  # type: ignore[arg-type]
+    state = Worker(Group(launcher="srun"), RankLog(), LIMITS, None)  # type: ignore[arg-type]
     state.exit_code = 1
-    WatchThread(state, None)._end_if_overdue(LEAVE_WITHIN_S + 1)  # type: ignore[arg-type]
+    WatchThread(state)._end_if_overdue(LEAVE_WITHIN_S + 1)
     assert ended == [1]
 
 
