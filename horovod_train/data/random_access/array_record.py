@@ -17,7 +17,7 @@ _NO_READAHEAD = "readahead_buffer_size:0"
 
 
 class ArrayRecordFile(FileStore):
-    """The records of an ArrayRecord file. A Store."""
+    """The records of an ArrayRecord file."""
 
     def __init__(self, path: str, files: OpenFiles) -> None:
         """files: those of all stores together. Raises UserError for a file of another format."""

@@ -45,7 +45,7 @@ def _pyarrow(module: str = "pyarrow") -> Any:
 
 
 class _Batches(FileStore):
-    """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow. A Store."""
+    """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
@@ -279,7 +279,7 @@ _CHECKED_PER_READ = 8
 
 
 class HuggingFaceFolder(FileStore):
-    """The records of one split. A Store."""
+    """The records of one split."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a folder of several splits, and for columns of a type that has no tensor."""

@@ -12,7 +12,7 @@ from horovod_train.errors import UserError
 
 
 class CSVTable(FileStore):
-    """The lines of a CSV file, kept in memory. A Store.
+    """The lines of a CSV file, kept in memory.
 
     Names of image files are relative to the folder of the CSV file.
     """

@@ -59,7 +59,7 @@ class _Rows:
 
 
 class HDF5File(FileStore):
-    """The records of an HDF5 file. A Store. h5py lets one thread read at a time."""
+    """The records of an HDF5 file. h5py lets one thread read at a time."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is not HDF5, or whose datasets are not rows of numbers or text."""

@@ -25,7 +25,7 @@ from horovod_train.shown_text import listed
 
 
 class ImageFolder(FileStore):
-    """The images below a folder, in the order of their names. A Store."""
+    """The images below a folder, in the order of their names."""
 
     are_files = True
 
@@ -53,7 +53,7 @@ class ImageFolder(FileStore):
 
 
 class UnlabelledImages(FileStore):
-    """The images in a folder and its folders, or of a glob, in the order of their paths; or one file. A Store.
+    """The images in a folder and its folders, or of a glob, in the order of their paths; or one file.
 
     The feature is the one that the config calls an image, or else `image`.
     """

@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
 
 
 class NumpyArrays(FileStore):
-    """The records of a folder of npy files, or of an npz archive. A Store."""
+    """The records of a folder of npy files, or of an npz archive."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""

@@ -113,7 +113,7 @@ class RandomAccessRecords:
 
 
 def open_described(
-    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str, *, needs_labels: bool = True
+    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str, *, needs_labels: bool
 ) -> tuple[RandomAccessRecords, Schema]:
     """Open stores, and return their records and the schema that describes them. setting: names them in messages.
 
@@ -300,7 +300,7 @@ def _is_ours(path: Path) -> bool:
 _DIGESTS = Artifact("digests of records", r"digests\.json|[0-9a-f]{16}\.json", content_matches=_is_ours)
 
 
-def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage = DEFAULT) -> dict[str, str]:
+def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage) -> dict[str, str]:
     """Return a digest of what the files of each entry hold, in their order. Reads only files whose digest is not saved.
 
     entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.

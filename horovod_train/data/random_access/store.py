@@ -8,9 +8,10 @@ transforms.
 from __future__ import annotations
 
 import errno
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Request:
         return list(self.names or stored)
 
 
-class Store(Protocol):
+class Store(ABC):
     """The records of one entry of data.train or data.eval, opened. A record's number counts from 0 in it."""
 
     path: str
@@ -67,17 +68,14 @@ class Store(Protocol):
     blocks: Blocks
     defaults: dict[str, dict[str, Any]]
     """Settings of features that the store knows, as in data.features, which takes precedence."""
-    are_files: bool
+    are_files = False
     """Whether each record is a file, whose path is its name."""
+    note = ""
+    """What users should know before a run."""
+    unwritten = ""
+    """What is not in the files though it can be read, which check-data counts as a fault."""
 
-    @property
-    def note(self) -> str:
-        """Return what users should know before a run; "" if nothing."""
-
-    @property
-    def unwritten(self) -> str:
-        """Return what is not in the files though it can be read, which check-data counts as a fault; "" if nothing."""
-
+    @abstractmethod
     def read(self, first: int, last: int) -> Arrays | list[bytes]:
         """Return the records [first, last): arrays by name with these rows, or what is serialized.
 
@@ -86,11 +84,13 @@ class Store(Protocol):
         UnreadableFrom also says which.
         """
 
+    @abstractmethod
     def identity(self) -> FileStamps | str:
         """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""
 
     def name(self, record: int) -> str:
         """Return what users call a record: the path of its own file, or else the store's path and its number."""
+        return f"{self.path}: record {record}"
 
 
 class UnreadableFrom(Exception):
@@ -104,17 +104,13 @@ class UnreadableFrom(Exception):
 class FileStamps:
     """Some files as they were when they were opened."""
 
-    def __init__(self, paths: Iterable[str], storage: Storage = DEFAULT) -> None:
+    def __init__(self, paths: Iterable[str], storage: Storage) -> None:
         """Raises UserError for a file that does not exist."""
         self.stamps: dict[str, Stamp] = {}
         self._storage, self._checked = storage, set[str]()
         for path in paths:
             with reading(path):
                 self.stamps[path] = storage.stamp(path)
-
-    @property
-    def size(self) -> int:
-        return sum(stamp.size for stamp in self.stamps.values())
 
     def check(self, path: str) -> None:
         """Raise UserError if the file has disappeared or has changed. Checks a remote file once; see forget_checks."""
@@ -132,24 +128,17 @@ class FileStamps:
         self._checked.clear()
 
 
-class FileStore:
-    """What stores of files have in common. A Store, once it has `blocks` and `read`."""
-
-    note = ""
-    unwritten = ""
-    are_files = False
+class FileStore(Store):
+    """What stores of files have in common, besides `blocks` and `read`."""
 
     def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
         """files: those that hold the records. Raises UserError for one that does not exist."""
         self.path, self.defaults = path, dict[str, dict[str, Any]]()
         self._stamps = FileStamps(files, storage)
-        self.size = self._stamps.size
+        self.size = sum(stamp.size for stamp in self._stamps.stamps.values())
 
     def identity(self) -> FileStamps | str:
         return self._stamps
-
-    def name(self, record: int) -> str:
-        return f"{self.path}: record {record}"
 
 
 def check_local(path: str, setting: str, what: str) -> None:
@@ -235,10 +224,7 @@ def stack(values: Sequence[Any]) -> np.ndarray:
 
 def objects(values: Sequence[Any]) -> np.ndarray:
     """Return an array with one object for each value."""
-    array = np.empty(len(values), object)
-    for row, value in enumerate(values):  # numpy would take arrays of equal length for rows
-        array[row] = value
-    return array
+    return np.fromiter(values, object, len(values))  # np.array would take arrays of equal length for rows
 
 
 def read_block(store: Store, first: int, last: int) -> LoadedBlock:
@@ -419,7 +405,8 @@ def _expected_form(feature: Feature) -> str:
 
 
 def _stored_form(feature: Feature) -> str:
-    return _describe_type("text" if feature.stored_dtype == "string" else feature.stored_dtype, feature.shape)
+    dtype = "text" if feature.stored_dtype == "string" else feature.stored_dtype
+    return f"{dtype}{list(feature.shape)}"
 
 
 def _actual_form(values: np.ndarray) -> str:
@@ -430,11 +417,8 @@ def _actual_form(values: np.ndarray) -> str:
     if array.dtype.kind == "U" and _as_bytes(array) is None:
         return "text with a surrogate, which UTF-8 does not have"
     if isinstance(value, bytes | str) or values.dtype.kind in "SU":
-        return _describe_type("text", values.shape[1:])
+        return f"text{list(values.shape[1:])}"
     if array.dtype == object and any(part is None for part in array.ravel()):
         return "a list that lacks a value"
-    return _describe_type("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)
-
-
-def _describe_type(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+    dtype = "text" if array.dtype.kind in "SUO" else array.dtype.name
+    return f"{dtype}{list(array.shape)}"

@@ -14,6 +14,7 @@ from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import Spec
 from horovod_train.data.random_access.store import (
     Request,
+    Store,
     describe_error,
     even_blocks,
     raise_if_of_the_system,
@@ -27,11 +28,8 @@ SAMPLED_RECORDS = 64
 """The number of records that identify a source without `fingerprint`."""
 
 
-class UsersStore:
-    """The records that an object of a user's class gives. A Store."""
-
-    are_files = False
-    unwritten = ""
+class UsersStore(Store):
+    """The records that an object of a user's class gives."""
 
     def __init__(self, path: str, request: Request, spec: Spec) -> None:
         """Build the object. Raises UserError for anything that is wrong with its class."""
@@ -48,15 +46,11 @@ class UsersStore:
         else:
             self.blocks = single_blocks(count, record_bytes)
         self.size = int(record_bytes * count)
-
-    @property
-    def note(self) -> str:
-        if hasattr(self._records, "fingerprint"):
-            return ""
-        return (
-            f"data.source: {self._spec.name} has no fingerprint(): {self.path} is identified by its number of records "
-            f"and {SAMPLED_RECORDS} of them, so a change of others is not noticed."
-        )
+        if not hasattr(self._records, "fingerprint"):
+            self.note = (
+                f"{self._where} has no fingerprint(): {path} is identified by its number of records and "
+                f"{SAMPLED_RECORDS} of them, so a change of others is not noticed."
+            )
 
     def read(self, first: int, last: int) -> Arrays:
         arrays = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
@@ -65,9 +59,6 @@ class UsersStore:
         if not used:
             raise ValueError(f"it has none of {', '.join(names)}; it has {', '.join(arrays)}")
         return used
-
-    def name(self, record: int) -> str:
-        return f"{self.path}: record {record}"
 
     def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
