@@ -140,6 +140,11 @@ class FileStore(Store):
     def identity(self) -> FileStamps | str:
         return self._stamps
 
+    def read_file(self, path: str) -> bytes:
+        """Return what one of the files holds. Raises UserError if it has changed since it was listed."""
+        self._stamps.check(path)
+        return DEFAULT.read_all(path)
+
 
 def check_local(path: str, setting: str, what: str) -> None:
     """Raise UserError for a remote path, for a library that reads only from a local disk."""
