@@ -140,7 +140,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         unlabelled = dataclasses.replace(config, data=dataclasses.replace(data, targets=(), weight=None))
         with group.raise_together():
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
-            outputs = Outputs(model, pipeline, "data.eval")
+            outputs = Outputs(model, pipeline)
             names = class_names(config.data, trained.class_names or records.schema.class_names)
             about = RecordNames(records.files(), names, _are_logits(config, model), records.numbers())
             file = Predictions()
@@ -270,18 +270,18 @@ class Outputs:
     bfloat16, which numpy lacks, becomes float32.
     """
 
-    def __init__(self, model: keras.Model, pipeline: Pipeline, where: str) -> None:
+    def __init__(self, model: keras.Model, pipeline: Pipeline) -> None:
         """Raises UserError if the model rejects the pipeline's batches or does not return one row a record."""
         self._model, self._scaled, batch = model, pipeline.scaled, pipeline.scaled_spec
         self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
-        _check_texts(model, batch.inputs, where)
+        _check_texts(model, batch.inputs)
         try:
             outputs = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
             text = one_line(error)
-            raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
+            raise UserError(f"data.eval: the model does not fit inputs of {shapes}: {text}") from error
         if "record" in outputs:
             raise UserError(
                 "predict: an output of the model is called record, as the numbers of records are; rename it."
@@ -322,7 +322,7 @@ class Outputs:
         return {flat: _for_numpy(each, rows) for name, output in named for flat, each in _flat(name, output)}
 
 
-def _check_texts(model: keras.Model, given: Any, where: str) -> None:
+def _check_texts(model: keras.Model, given: Any) -> None:
     """Raise UserError for an input that is text where the model takes numbers, or the other way round."""
     specs = given if isinstance(given, Mapping) else {"": given}
     declared = {one.name: one.dtype for one in _taken(model)} if _inputs(model) is not None else {}
@@ -331,7 +331,7 @@ def _check_texts(model: keras.Model, given: Any, where: str) -> None:
     for name, spec in specs.items():
         if name in declared and (spec.dtype == tf.string) != (declared[name] == "string"):
             kind = "text" if spec.dtype == tf.string else spec.dtype.name
-            raise UserError(f"{where}: input {name or 'of the model'} is {kind}; the model takes {declared[name]}.")
+            raise UserError(f"data.eval: input {name or 'of the model'} is {kind}; the model takes {declared[name]}.")
 
 
 def _named(model: keras.Model, outputs: Any) -> dict[str, Any]:
