@@ -93,9 +93,8 @@ class HDF5File(FileStore):
                     f"{path}: {name} is {dtype}{list(dataset.shape)}, and the file has {self.size} bytes; expected "
                     "values that are there. The file is damaged, or was never filled."
                 )
-        self.unwritten = " ".join(
-            filter(None, (_unwritten_in(dataset, name, path) for name, dataset in datasets.items()))
-        )
+        sentences = (_unwritten_in(dataset, name, path) for name, dataset in datasets.items())
+        self.unwritten = " ".join(filter(None, sentences))
         lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
         records = check_lengths(lengths, path, setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.
@@ -132,11 +131,9 @@ def _unwritten_in(dataset: Any, name: str, path: str) -> str:
         return ""
     if written >= chunks:
         return ""
-    what = (
-        f"{written} of {chunks} chunks were ever written; the others read"
-        if written
-        else "was never written, and reads"
-    )
+    what = f"{written} of {chunks} chunks were ever written; the others read"
+    if not written:
+        what = "was never written, and reads"
     return f"{path}: {name}: {what} as the fill value. Write the file again, if its writer has died."
 
 
