@@ -32,13 +32,13 @@ from horovod_train.data.random_access.store import (
     Request,
     Store,
     describe_error,
-    raise_if_of_the_system,
     read_block,
+    try_read,
 )
 from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature, warn_of_names_of_numbers
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
-from horovod_train.errors import RunError, UserError, reading
+from horovod_train.errors import UserError, reading
 from horovod_train.host import usable_cores
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, read_json, write_atomically
@@ -144,22 +144,16 @@ def open_described(
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
     """Return the first record that can be read, and its number. Raises UserError if there is none."""
-    failure: Exception | None = None
+    failures: list[BaseException] = []
     for record in range(min(store.blocks.num_records, _TRIED_RECORDS)):
-        try:
-            arrays = store.read(record, record + 1)
-        except (RunError, MemoryError):
-            raise
-        except Exception as error:
-            raise_if_of_the_system(error, store.name(record))
-            failure = failure or error
-            continue
-        assert isinstance(arrays, dict), "serialized records do not describe themselves"
-        return record, arrays
-    assert failure is not None
-    reason = describe_error(failure)
+        found = try_read(store, record, record + 1)
+        if isinstance(found, dict):
+            return record, found
+        assert isinstance(found, BaseException), "serialized records do not describe themselves"
+        failures.append(found)
+    reason = describe_error(failures[0])
     first = store.name(0).removeprefix(f"{store.path}: ")
-    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure
+    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failures[0]
 
 
 def _request(config: DataConfig, setting: str, storage: Storage, entries: tuple[str, ...]) -> Request:

@@ -216,6 +216,20 @@ def raise_if_of_the_system(error: BaseException, record: str) -> None:
         raise ReadFailed(f"{record}: cannot be read: {describe(error)}.") from error
 
 
+def try_read(store: Store, first: int, last: int) -> Arrays | list[bytes] | BaseException:
+    """Return the records [first, last), or what was raised because some of them cannot be read.
+
+    Raises what must end the reading.
+    """
+    try:
+        return store.read(first, last)
+    except (RunError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
+        raise_if_of_the_system(error, store.name(first))
+        return error
+
+
 def stack(values: Sequence[Any]) -> np.ndarray:
     """Return one array of the values of some records: of objects if they are texts, or differ in shape or dtype."""
     if len(values) == 1 and not isinstance(values[0], bytes | str):
@@ -247,18 +261,16 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
 
     Reads one by one if the records cannot be read together.
     """
-    try:
-        return store.read(first, last), {}
-    except (RunError, MemoryError):
-        raise
-    except UnreadableFrom as error:
-        why, good = describe_error(error), error.record - first
-        rows = split_records(store.read(first, error.record)) if good else []
-        return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
-    except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
-        raise_if_of_the_system(error, store.name(first))
-        if last - first == 1:
-            return [{}], {0: describe_error(error)}
+    found = try_read(store, first, last)
+    if not isinstance(found, BaseException):
+        return found, {}
+    if isinstance(found, UnreadableFrom):
+        good = found.record - first
+        rows = split_records(store.read(first, found.record)) if good else []
+        faults = dict.fromkeys(range(good, last - first), describe_error(found))
+        return rows + [{}] * (last - found.record), faults
+    if last - first == 1:
+        return [{}], {0: describe_error(found)}
     results = [_read(store, record, record + 1) for record in range(first, last)]
     faults = {position: fault[0] for position, (_, fault) in enumerate(results) if fault}
     return [row for data, _ in results for row in split_records(data)], faults

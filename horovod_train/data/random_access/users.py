@@ -17,9 +17,9 @@ from horovod_train.data.random_access.store import (
     Store,
     describe_error,
     even_blocks,
-    raise_if_of_the_system,
     single_blocks,
     stack,
+    try_read,
 )
 from horovod_train.data.source import Arrays
 from horovod_train.errors import RunError, UserError, unreadable
@@ -77,18 +77,14 @@ class UsersStore(Store):
         """
         sizes = [0.0]
         for record in dict.fromkeys([0, count - 1]):
-            try:
-                sizes.append(float(sum(_bytes_of(value) for value in self.read(record, record + 1).values())))
-            except RunError:
-                raise
-            except IndexError as error:
+            found = try_read(self, record, record + 1)
+            if isinstance(found, IndexError):
                 raise UserError(
-                    f"{self._where}: its __len__ is {count}, but record {record} raises {describe_error(error)}. "
+                    f"{self._where}: its __len__ is {count}, but record {record} raises {describe_error(found)}. "
                     "Records are numbered from 0 to __len__ - 1."
-                ) from error
-            except Exception as error:
-                raise_if_of_the_system(error, self.name(record))
-                continue  # a bad record; data.on_bad_record says what to do about it
+                ) from found
+            if isinstance(found, dict):  # else a bad record; data.on_bad_record says what to do about it
+                sizes.append(float(sum(map(_bytes_of, found.values()))))
         return max(sizes)
 
     def _read_singly(self, first: int, last: int) -> Arrays:
@@ -133,17 +129,13 @@ class UsersStore(Store):
         count = self.blocks.num_records
         chosen = np.linspace(0, max(count - 1, 0), SAMPLED_RECORDS).astype(np.int64)
         for record in np.unique(chosen[chosen < count]).tolist():
-            try:
-                row = self.read(record, record + 1)
-            except RunError:
-                raise
-            except Exception as error:  # reading it again raises the same
-                raise_if_of_the_system(error, self.name(record))
-                total.update(describe_error(error).encode())
-                continue
-            for name, values in sorted(row.items()):
-                total.update(f"{name} {values.dtype} {values.shape} ".encode())
-                total.update(_content(values))
+            found = try_read(self, record, record + 1)
+            if isinstance(found, BaseException):  # reading it again raises the same
+                total.update(describe_error(found).encode())
+            elif isinstance(found, dict):
+                for name, values in sorted(found.items()):
+                    total.update(f"{name} {values.dtype} {values.shape} ".encode())
+                    total.update(_content(values))
 
     @property
     def _where(self) -> str:
@@ -171,7 +163,7 @@ def _build_records(path: str, spec: Spec) -> Any:
 def _bytes_of(values: np.ndarray) -> int:
     if values.dtype != object:
         return values.nbytes
-    encoded = (value.encode() if isinstance(value, str) else value for value in values.ravel())
+    encoded = (value.encode(errors="surrogatepass") if isinstance(value, str) else value for value in values.ravel())
     return sum(len(value) if isinstance(value, bytes) else np.asarray(value).nbytes for value in encoded)
 
 
