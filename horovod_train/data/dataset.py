@@ -332,8 +332,7 @@ def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
     TFRecords have theirs in dataset.json.
     """
     schema = records.schema
-    feature = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
-    names = feature.class_names if feature else ()  # data.parse says nothing of features
+    names = schema.class_names.get(schema.targets[0]) if len(schema.targets) == 1 else None
     if not names or not records.describes_itself:
         return config
     (target,) = schema.targets
