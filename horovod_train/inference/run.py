@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 _END = object()
 _MOST_BYTES = 16 << 20
 """Bytes of outputs that one rank keeps before sending them to root."""
-CLASS_NAMES = "class_names.json"
-INPUTS = "inputs.json"
 _OPEN_SIZES = (32, 8, 1)
 """Replace sizes that a model leaves open in the test input; the next one where an input is too long for the model."""
 
@@ -433,7 +431,8 @@ def _check_computes_the_same(model: keras.Model, serve: Callable[[Any], Any], sp
     # Half precision rounds otherwise in a graph, and that adds up over the layers: compare graph with graph.
     call = partial(model, training=False)
     if in_graph:
-        call = tf.function(call, input_signature=[keras.tree.map_structure(_spec, specs)], autograph=False)
+        signature = keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), specs)
+        call = tf.function(call, input_signature=[signature], autograph=False)
     for size in _OPEN_SIZES:
         sample = keras.tree.map_structure(partial(_sample, open_size=size), specs)
         try:
@@ -455,10 +454,10 @@ def _check_computes_the_same(model: keras.Model, serve: Callable[[Any], Any], sp
 
 def _add_facts(path: Path, class_names: Sequence[str], taken: Sequence[Input], inputs: ModelInputs | None) -> None:
     """Add JSON files to a file of Keras, which is a zip archive, or to the extra assets of a SavedModel."""
-    facts: dict[str, Any] = {CLASS_NAMES: list(class_names)} if class_names else {}
+    facts: dict[str, Any] = {"class_names.json": list(class_names)} if class_names else {}
     if taken:
         made_of = {"features": inputs.features, "preprocess": inputs.preprocess} if inputs else {}
-        facts[INPUTS] = {"inputs": [one._asdict() for one in taken], **made_of}
+        facts["inputs.json"] = {"inputs": [one._asdict() for one in taken], **made_of}
     texts = {name: json.dumps(content, ensure_ascii=False) for name, content in facts.items()}
     if path.suffix == ".keras":
         with zipfile.ZipFile(path, "a") as archive:
@@ -503,10 +502,6 @@ def _specs(inputs: ModelInputs) -> Any:
         taken.add(name)
         specs[one.name] = tf.TensorSpec(one.shape, one.dtype, name)
     return specs if inputs.is_dict else specs[inputs.inputs[0].name]
-
-
-def _spec(tensor: keras.KerasTensor | tf.TensorSpec) -> tf.TensorSpec:
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _sample(tensor: keras.KerasTensor | tf.TensorSpec, open_size: int) -> tf.Tensor:
