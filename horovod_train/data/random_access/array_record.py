@@ -28,7 +28,7 @@ class ArrayRecordFile(FileStore):
             self.blocks = even_blocks(reader.num_records(), self.size)
 
     def read(self, first: int, last: int) -> list[bytes]:
-        self._stamps.check(self.path)
+        self.check(self.path)
         with self._files.opened(self.path, _open_reader) as reader:
             records: list[bytes] = reader.read(first, last)
         return records

@@ -61,7 +61,7 @@ class _Batches(FileStore):
         self._numbers = [number for number, count in enumerate(counts) if count]
 
     def read(self, first: int, last: int) -> Arrays:
-        self._stamps.check(self.path)
+        self.check(self.path)
         starts = self.blocks.first_record
         batch, end = self.blocks.containing(np.array([first, last - 1])).tolist()
         assert batch == end, "asked for records of two batches"
@@ -299,14 +299,14 @@ class HuggingFaceFolder(FileStore):
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)
         super().__init__(path, sorted(file["filename"] for file in dataset.cache_files))
-        self._to_check = itertools.cycle(self._stamps.stamps)
+        self._to_check = itertools.cycle(self.stamps)
         self.defaults = {name: _defaults(dataset.features[name], datasets) for name in self._names}
         self.blocks = even_blocks(len(dataset), self.size)
 
     def read(self, first: int, last: int) -> Arrays:
         # A few files in turn: each costs a request to a file server, and a set may have thousands.
-        for path in itertools.islice(self._to_check, min(len(self._stamps.stamps), _CHECKED_PER_READ)):
-            self._stamps.check(path)
+        for path in itertools.islice(self._to_check, min(len(self.stamps), _CHECKED_PER_READ)):
+            self.check(path)
         return to_arrays(self._dataset[first:last])
 
 

@@ -106,7 +106,7 @@ class HDF5File(FileStore):
         self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in datasets.values()]
 
     def read(self, first: int, last: int) -> Arrays:
-        self._stamps.check(self.path)
+        self.check(self.path)
         with self._open_files.opened(self.path, self._open) as datasets:
             if self._remote is None:
                 return {name: dataset[first:last] for name, dataset in datasets.items()}

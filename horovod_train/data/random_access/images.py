@@ -32,7 +32,7 @@ class _Images(FileStore):
     def __init__(self, path: str, files: list[str]) -> None:
         super().__init__(path, files)
         self._files = files
-        self.blocks = single_blocks(len(files), np.array([stamp.size for stamp in self._stamps.stamps.values()]))
+        self.blocks = single_blocks(len(files), np.array([stamp.size for stamp in self.stamps.values()]))
 
     def name(self, record: int) -> str:
         return self._files[record]
@@ -81,7 +81,7 @@ class UnlabelledImages(_Images):
 
     def identity(self) -> str:
         """Return a digest of names and sizes: enough to see that all ranks have the same files, and quickly made."""
-        facts = [(os.path.basename(name), stamp.size) for name, stamp in self._stamps.stamps.items()]
+        facts = [(os.path.basename(name), stamp.size) for name, stamp in self.stamps.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def read(self, first: int, last: int) -> Arrays:

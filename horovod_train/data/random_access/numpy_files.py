@@ -73,8 +73,8 @@ class NumpyArrays(FileStore):
         self.blocks = even_blocks(records, sum(_row_bytes(array) for array in by_name.values()) * records)
 
     def read(self, first: int, last: int) -> Arrays:
-        for path in self._stamps.stamps:
-            self._stamps.check(path)
+        for path in self.stamps:
+            self.check(path)
         return {
             name: array.read(first, last) if isinstance(array, _Rows) else array[first:last]
             for name, array in self._arrays.items()

@@ -28,7 +28,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_different, paths_beside, save_to_first
 from horovod_train.data.random_access.store import (
     ArraysParser,
-    FileStamps,
+    FileStore,
     Request,
     Store,
     describe_error,
@@ -72,8 +72,7 @@ class RandomAccessRecords:
         self.blocks = Blocks(*columns)
         self._first_block = np.cumsum([0, *(len(store.blocks.records) for store in stores)])
         identities = {store.path: store.identity() for store in stores}
-        self._stamps = [identity for identity in identities.values() if isinstance(identity, FileStamps)]
-        files = {path: stamps.stamps for path, stamps in identities.items() if isinstance(stamps, FileStamps)}
+        files = {path: stamps for path, stamps in identities.items() if not isinstance(stamps, str)}
         digests = {path: digest for path, digest in identities.items() if isinstance(digest, str)}
         # Of a table that names image files, only the table: records may share an image.
         check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
@@ -99,8 +98,9 @@ class RandomAccessRecords:
         return [store.name(record) for store in self._stores for record in range(store.blocks.num_records)]
 
     def open(self) -> LoadBlock:
-        for stamps in self._stamps:
-            stamps.forget_checks()  # remote files may have changed since they were described
+        for store in self._stores:
+            if isinstance(store, FileStore):
+                store.forget_checks()  # remote files may have changed since they were described
         return self._load
 
     def parser(self, features: dict[str, Feature]) -> Parser:

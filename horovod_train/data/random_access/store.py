@@ -19,7 +19,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import raised_at
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadedBlock, split_records
-from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, describe
+from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, check_unchanged, describe
 from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, said_by_system, unreadable
 from horovod_train.host import OpenFiles
 from horovod_train.shown_text import listed
@@ -85,7 +85,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def identity(self) -> FileStamps | str:
+    def identity(self) -> Stamps | str:
         """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""
 
     def name(self, record: int) -> str:
@@ -101,49 +101,42 @@ class UnreadableFrom(Exception):
         self.record = record
 
 
-class FileStamps:
-    """Some files as they were when they were opened."""
-
-    def __init__(self, paths: Iterable[str], storage: Storage) -> None:
-        """Raises UserError for a file that does not exist."""
-        self.stamps: dict[str, Stamp] = {}
-        self._storage, self._checked = storage, set[str]()
-        for path in paths:
-            with reading(path):
-                self.stamps[path] = storage.stamp(path)
-
-    def check(self, path: str) -> None:
-        """Raise UserError if the file has disappeared or has changed. Checks a remote file once; see forget_checks."""
-        if path in self._checked:
-            return
-        before = self.stamps[path]
-        with reading(path, " any more"):
-            now = self._storage.stamp(path)
-        check_unchanged(path, before.size, before.mtime_ns, now)
-        if is_remote(path):  # looking takes a request
-            self._checked.add(path)
-
-    def forget_checks(self) -> None:
-        """Let `check` look at remote files again."""
-        self._checked.clear()
-
-
 class FileStore(Store):
     """What stores of files have in common, besides `blocks` and `read`."""
 
     def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
         """files: those that hold the records. Raises UserError for one that does not exist."""
         self.path, self.defaults = path, dict[str, dict[str, Any]]()
-        self._stamps = FileStamps(files, storage)
-        self.size = sum(stamp.size for stamp in self._stamps.stamps.values())
+        self.stamps: dict[str, Stamp] = {}
+        """Of the files as they were when they were opened."""
+        self._storage, self._checked = storage, set[str]()
+        for file in files:
+            with reading(file):
+                self.stamps[file] = storage.stamp(file)
+        self.size = sum(stamp.size for stamp in self.stamps.values())
 
-    def identity(self) -> FileStamps | str:
-        return self._stamps
+    def identity(self) -> Stamps | str:
+        return self.stamps
 
-    def read_file(self, path: str) -> bytes:
+    def check(self, file: str) -> None:
+        """Raise UserError if a file has disappeared or has changed. Checks a remote file once; see forget_checks."""
+        if file in self._checked:
+            return
+        before = self.stamps[file]
+        with reading(file, " any more"):
+            now = self._storage.stamp(file)
+        check_unchanged(file, before.size, before.mtime_ns, now)
+        if is_remote(file):  # looking takes a request
+            self._checked.add(file)
+
+    def forget_checks(self) -> None:
+        """Let `check` look at remote files again."""
+        self._checked.clear()
+
+    def read_file(self, file: str) -> bytes:
         """Return what one of the files holds. Raises UserError if it has changed since it was listed."""
-        self._stamps.check(path)
-        return DEFAULT.read_all(path)
+        self.check(file)
+        return self._storage.read_all(file)
 
 
 def check_local(path: str, setting: str, what: str) -> None:
