@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,13 +97,13 @@ class _Batches(FileStore):
         """Return the file in the form that pyarrow opens, for one thread."""
         return self.path if self._pages is None else RemoteFile(self._pages)
 
+    @abstractmethod
     def _open(self) -> tuple[Any, Sequence[int], int]:
         """Return the schema, the number of records of each batch, and the bytes of all in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_batch(self, number: int, count: int) -> Any:
         """Return the first records of a batch, with the columns that are used."""
-        raise NotImplementedError
 
 
 class ParquetFile(_Batches):
