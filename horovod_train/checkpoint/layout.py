@@ -536,7 +536,7 @@ def lack_of_room(folder: Path, bytes_each: int, most: int) -> str | None:
     needed = max(1, most - existing)
     if disk.total == 0 or disk.free >= needed * bytes_each:  # some file systems do not tell their size
         return None
-    free, each, wanted = (_megabytes(count) for count in (disk.free, bytes_each, needed * bytes_each))
+    free, each, wanted = (f"{count / 1e6:,.1f} MB" for count in (disk.free, bytes_each, needed * bytes_each))
     if disk.free < bytes_each:
         raise UserError(
             f"output_dir: the disk of {folder} has {free} free; expected {each} or more, which one checkpoint takes. "
@@ -546,7 +546,3 @@ def lack_of_room(folder: Path, bytes_each: int, most: int) -> str | None:
         f"output_dir: the disk of {folder} has {free} free; checkpoints will take up to {wanted}, {each} each. Free "
         "space there, lower checkpoint.keep, or choose another --output-dir."
     )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"

@@ -177,9 +177,9 @@ class CheckpointStore(Store):
             self._set_aside_damaged(step, damage)
         if explanation := start.explanation():
             log.info(explanation)
-        checkpoint = start.checkpoint
-        self._last_whole = None if checkpoint is None else checkpoint.folder
-        return checkpoint
+        if start.checkpoint is not None:
+            self._last_whole = start.checkpoint.folder
+        return start.checkpoint
 
     def seek_best_anew(self) -> None:
         self.checkpoints.former_best = self.checkpoints.linked_best()

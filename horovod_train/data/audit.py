@@ -214,22 +214,14 @@ def _join_ranks(
         raise UserError(f"{folder}: the start at {start.position} had {start.size} ranks; files are of {ranks}.")
     position = start.position
     while end is None or position < end:
-        ids_of_ranks = [steps.get(position) for _, steps in files]
-        if any(ids is None for ids in ids_of_ranks):
-            holes = [
-                header.rank
-                for header, steps in files
-                if position not in steps and max(steps, default=position) > position
-            ]
-            if holes:
+        if lacking := [(header.rank, steps) for header, steps in files if position not in steps]:
+            if holes := [rank for rank, steps in lacking if max(steps, default=position) > position]:
                 raise UserError(f"{folder}: a hole at {position}: ranks {holes} could not write what they consumed.")
             if end is None:
                 return  # the run ended, or was killed while some ranks had written this step
-            missing_ranks = [header.rank for (header, _), ids in zip(files, ids_of_ranks, strict=True) if ids is None]
-            raise UserError(
-                f"{folder}: {position} is missing for ranks {missing_ranks}, but the run continued after it."
-            )
-        joined = np.concatenate([ids for ids in ids_of_ranks if ids is not None])
+            missing = [rank for rank, _ in lacking]
+            raise UserError(f"{folder}: {position} is missing for ranks {missing}, but the run continued after it.")
+        joined = np.concatenate([steps[position] for _, steps in files])
         yield position, joined[joined != -1]
         is_last = position.step + 1 == start.steps_per_epoch
         position = Position(position.epoch + 1, 0) if is_last else Position(position.epoch, position.step + 1)

@@ -390,7 +390,7 @@ class Feed:
         items: Iterator[Sequence[np.ndarray | tf.Tensor]],
         specs: Sequence[tf.TensorSpec],
         on_failure: Callable[[Exception], None],
-        free_queues: list[tf.queue.FIFOQueue] | None = None,
+        free_queues: list[tf.queue.FIFOQueue],
     ) -> None:
         """Call `on_failure` with the error if the items end early; the reader of the queue only sees that it is closed.
 
@@ -398,9 +398,9 @@ class Feed:
         """
         self._items, self._specs, self._on_failure = items, specs, on_failure
         # TensorFlow keeps each queue until the process ends, with what is in it: its cache of kernels refers to it.
-        self._free_queues = [] if free_queues is None else free_queues
-        if self._free_queues:
-            self.queue = self._free_queues.pop()
+        self._free_queues = free_queues
+        if free_queues:
+            self.queue = free_queues.pop()
         else:
             with tf.device("cpu:0"):
                 self.queue = tf.queue.FIFOQueue(1, [spec.dtype for spec in specs])

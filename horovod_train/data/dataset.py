@@ -193,25 +193,26 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
         stream = config.dataset.name
         raise UserError(f"data.dataset: {stream} is a stream, which only training reads; records are needed here.")
     setting, paths, repeats = f"data.{split}", config.paths(split), config.repeats(split)
-    path_entries = [Entry(path, 1, times) for path, times in zip(paths, repeats, strict=True)]
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")
-    open_stores = partial(_open_stores, config, setting, needs_labels)
-    if config.source:
-        check_named_once(paths, setting)
-        open_users = partial(UsersStore, spec=config.source)
-        return SplitFiles(list(paths), path_entries, partial(open_stores, open_users))
     storage = Storage(config.retry_s)
-    open_folder = _folder_opener(paths, storage, needs_labels=needs_labels)
-    if open_folder:
+    if config.source:
+        open_store: OpenStore | None = partial(UsersStore, spec=config.source)
+    else:
+        open_store = _folder_opener(paths, storage, needs_labels=needs_labels)
+    if open_store:
         check_named_once(paths, setting)
-        _check_no_effect(config, setting, paths[0])
-        return SplitFiles(list(paths), path_entries, partial(open_stores, open_folder))
-    kind, files, counts, notes = list_files(paths, setting, [*SOURCES, *FILES], storage)
+        kind, files, counts, notes = "", list(paths), [1] * len(paths), list[str]()
+    else:
+        kind, files, counts, notes = list_files(paths, setting, [*SOURCES, *FILES], storage)
+        open_store = FILES.get(kind)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
-    if kind in FILES:
-        _check_no_effect(config, setting, files[0])
-        return SplitFiles(files, entries, partial(open_stores, FILES[kind]), notes)
+    if open_store:
+        uses = {"parse": "gets serialized records, of TFRecords", "stage_dir": "keeps blocks of TFRecords"}
+        for key, use in uses.items():
+            if getattr(config, key):
+                raise UserError(f"data.{key}: {use}, and {setting}, {files[0]}, has none. Leave it out.")
+        return SplitFiles(files, entries, partial(_open_stores, config, setting, needs_labels, open_store), notes)
     config = config if needs_labels else without_labels(config)
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
@@ -234,10 +235,10 @@ def _why_tfrecords(files: Sequence[str], kind: str) -> str:
 
 
 def _open_stores(
-    config: DataConfig, setting: str, needs_labels: bool, opener: OpenStore, files: Sequence[str]
+    config: DataConfig, setting: str, needs_labels: bool, open_store: OpenStore, files: Sequence[str]
 ) -> Records:
     """Open stores, which describe their records."""
-    source, schema = open_described(files, opener, config, setting, needs_labels=needs_labels)
+    source, schema = open_described(files, open_store, config, setting, needs_labels=needs_labels)
     if needs_labels:
         check_weight(config.weight, schema)
     return Records(source, schema, setting, source.notes, describes_itself=True)
@@ -271,16 +272,8 @@ def _has_tables(path: str, storage: Storage) -> bool:
 
 def _has_record_files(folder: str, storage: Storage) -> bool:
     """Return whether a folder, or a subfolder of a local folder, has files of SOURCES."""
-    if has_records(folder, SOURCES, storage):
-        return True
-    return not is_remote(folder) and record_folders(folder, SOURCES) != [folder]
-
-
-def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
-    """Raise UserError for settings that are about TFRecords."""
-    for key, use in (("parse", "gets serialized records, of TFRecords"), ("stage_dir", "keeps blocks of TFRecords")):
-        if getattr(config, key):
-            raise UserError(f"data.{key}: {use}, and {setting}, {path}, has none. Leave it out.")
+    in_folder = has_records(folder, SOURCES, storage)
+    return in_folder or (not is_remote(folder) and record_folders(folder, SOURCES) != [folder])
 
 
 def with_inputs_of(config: DataConfig, records: Records) -> DataConfig:
@@ -339,8 +332,7 @@ def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:
     TFRecords have theirs in dataset.json.
     """
     schema = records.schema
-    feature = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
-    names = feature.class_names if feature else ()  # data.parse says nothing of features
+    names = schema.class_names.get(schema.targets[0]) if len(schema.targets) == 1 else None
     if not names or not records.describes_itself:
         return config
     (target,) = schema.targets

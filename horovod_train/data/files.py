@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index."""
 
-
 _NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
 _COPIES = ("*.bak", "*~", "*.tmp", "*.crc")

@@ -87,10 +87,8 @@ class SchemaParser:
 
     def _parse_fixed_layout(self, records: np.ndarray) -> Arrays | None:
         """Return the arrays of records that differ only in their values; None if they differ in more."""
-        if self._layout is not None:
-            arrays = self._layout.parse(records)
-            if arrays is not None:
-                return arrays
+        if self._layout is not None and (arrays := self._layout.parse(records)) is not None:
+            return arrays
         try:
             self._layout = FixedLayout(records[0], self._features)
         except NotPlain:
@@ -287,14 +285,11 @@ class FixedLayout:
         """Analyse `record` uint8 [length]. Raises NotPlain if it is not of the plain kind, or lacks a feature."""
         self._record, self._features = record, features
         self._values = _parse_example(record.tobytes())
-        fixed = np.ones(len(record), bool)
-        for value in self._values.values():
-            fixed[value.start : value.end] = False
-        self._fixed = np.flatnonzero(fixed)
-        self._integers = np.concatenate(
-            [np.zeros(0, np.int64)]
-            + [np.arange(value.start, value.end) for value in self._values.values() if value.kind == "int64"]
-        )
+        are_fixed, are_of_integers = np.ones(len(record), bool), np.zeros(len(record), bool)
+        for kind, start, end in self._values.values():
+            are_fixed[start:end] = False
+            are_of_integers[start:end] = kind == "int64"
+        self._fixed, self._integers = np.flatnonzero(are_fixed), np.flatnonzero(are_of_integers)
         for name, feature in features.items():
             if name not in self._values or self._size(name) != _size(feature):
                 raise NotPlain(name)

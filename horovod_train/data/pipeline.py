@@ -166,8 +166,7 @@ class Pipeline(BatchSource):
         record, problem = int(match[1]), "an image could not be decoded, and now it can"
         stored = self._loader.stored(record)
         for name, feature in self.features.items():
-            found = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
-            if found:
+            if feature.decode == "image" and (found := image_problem(feature, np.asarray(stored[name])[0])):
                 problem = f"feature {name}: {found}"
                 break
         return self._loader.error(self.name_record(record, problem))

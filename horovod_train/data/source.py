@@ -173,10 +173,7 @@ def parser_of_examples(features: dict[str, Feature]) -> Parser:
 
 def digest_of(parts: Sequence[Part]) -> str:
     """Return the SHA-256, in hex, of all that identifies the parts, in their order."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(_identity(part))
-    return total.hexdigest()
+    return hashlib.sha256(b"".join(map(_identity, parts))).hexdigest()
 
 
 def names_of(parts: Sequence[Part]) -> Names:

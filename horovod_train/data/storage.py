@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from horovod_train.config.paths import is_remote
@@ -54,7 +54,6 @@ T = TypeVar("T")
 
 ReadAt = Callable[[int, int], bytes]
 """(length, offset) → bytes of a file, fewer at its end."""
-Buffer: TypeAlias = "bytearray | memoryview"
 Range = tuple[int, int]
 """(offset, length) of bytes of a file."""
 _BOTOCORE_OPTIONS = {
@@ -382,10 +381,9 @@ def open_file_system(url: str) -> tuple[Any, str]:
     _DRIVERS[scheme](url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
-        options: dict[str, Any] = {}
-        if scheme == "s3":  # the user's settings take precedence
-            of_user = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-            options = {"config_kwargs": _BOTOCORE_OPTIONS | of_user}
+        of_user = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        # The user's settings take precedence.
+        options = {"config_kwargs": _BOTOCORE_OPTIONS | of_user} if scheme == "s3" else {}
         # A cached listing would hide that files have changed.
         system, place = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
     except (RunError, MemoryError):
@@ -540,7 +538,7 @@ class RemoteFile(io.RawIOBase):
         self._position = start + offset
         return self._position
 
-    def readinto(self, buffer: Buffer) -> int:  # type: ignore[override]
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         data = self._read(self._position, len(buffer))
         buffer[: len(data)] = data
         self._position += len(data)

@@ -328,25 +328,27 @@ def _check_aligned(
     images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
 ) -> None:
     """Raise UserError if images differ in a way that makes the same draws change them differently."""
-    for name in filter(images.__contains__, targets):
+    for name in targets:
+        if name not in images or not (changes := augmentations[name]):
+            continue
         first = next(iter(images))  # an input
         image, target = images[first], images[name]
-        if any(augmentation.is_users for augmentation in augmentations[name]):
+        if any(change.is_users for change in changes):
             raise UserError(
                 f"data.augment: target {name} is an image and would have to change with the inputs; "
                 "a function of your own is for inputs only. Use ours, or make the target no image."
             )
-        if augmentations[name] and image.shape[:2] != target.shape[:2]:
+        if image.shape[:2] != target.shape[:2]:
             raise UserError(
                 f"data.augment: target {name} changes with input {first} and must have its height and width, "
                 f"{list(image.shape[:2])}; received {list(target.shape[:2])}."
             )
-        if augmentations[name] and augmentations[name][0].box and target.classes and target.interpolation != "nearest":
+        if changes[0].box and target.classes and target.interpolation != "nearest":
             raise UserError(
                 f"data.augment: the first in the list resizes target {name}, and would mix numbers of classes; give "
                 f"data.features.{name} interpolation: nearest."
             )
-        if augmentations[name] and augmentations[name][0].box and image.decode != target.decode:
+        if changes[0].box and image.decode != target.decode:
             raise UserError(
                 f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
                 f"both must be decode: image, or neither. Received {target.decode} and {image.decode}."

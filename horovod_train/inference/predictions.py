@@ -164,12 +164,8 @@ class PredictionsFile(Predictions):
     def _whole_bytes(self) -> int:
         """Return the bytes of an npz file of all records, or a little more."""
         texts = [self._names.files, self._names.class_names if self._has_scores else ()]
-        row_bytes = [
-            8,
-            4,
-            *(4 * max(map(len, text), default=0) for text in texts),
-            *map(_row_bytes, self._arrays.values()),
-        ]
+        text_bytes = (4 * max(map(len, text), default=0) for text in texts)
+        row_bytes = [8, 4, *text_bytes, *map(_row_bytes, self._arrays.values())]
         return sum(self._records * bytes_ + _HEADER_BYTES for bytes_ in row_bytes)
 
     def _write_npz(self, draft: Path) -> Iterator[None]:

@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 _END = object()
 _MOST_BYTES = 16 << 20
 """Bytes of outputs that one rank keeps before sending them to root."""
-CLASS_NAMES = "class_names.json"
-INPUTS = "inputs.json"
 _OPEN_SIZES = (32, 8, 1)
 """Replace sizes that a model leaves open in the test input; the next one where an input is too long for the model."""
 
@@ -140,7 +138,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         unlabelled = dataclasses.replace(config, data=dataclasses.replace(data, targets=(), weight=None))
         with group.raise_together():
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
-            outputs = Outputs(model, pipeline, "data.eval")
+            outputs = Outputs(model, pipeline)
             names = class_names(config.data, trained.class_names or records.schema.class_names)
             about = RecordNames(records.files(), names, _are_logits(config, model), records.numbers())
             file = Predictions()
@@ -270,18 +268,18 @@ class Outputs:
     bfloat16, which numpy lacks, becomes float32.
     """
 
-    def __init__(self, model: keras.Model, pipeline: Pipeline, where: str) -> None:
+    def __init__(self, model: keras.Model, pipeline: Pipeline) -> None:
         """Raises UserError if the model rejects the pipeline's batches or does not return one row a record."""
         self._model, self._scaled, batch = model, pipeline.scaled, pipeline.scaled_spec
         self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
-        _check_texts(model, batch.inputs, where)
+        _check_texts(model, batch.inputs)
         try:
             outputs = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
             text = one_line(error)
-            raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
+            raise UserError(f"data.eval: the model does not fit inputs of {shapes}: {text}") from error
         if "record" in outputs:
             raise UserError(
                 "predict: an output of the model is called record, as the numbers of records are; rename it."
@@ -322,7 +320,7 @@ class Outputs:
         return {flat: _for_numpy(each, rows) for name, output in named for flat, each in _flat(name, output)}
 
 
-def _check_texts(model: keras.Model, given: Any, where: str) -> None:
+def _check_texts(model: keras.Model, given: Any) -> None:
     """Raise UserError for an input that is text where the model takes numbers, or the other way round."""
     specs = given if isinstance(given, Mapping) else {"": given}
     declared = {one.name: one.dtype for one in _taken(model)} if _inputs(model) is not None else {}
@@ -331,7 +329,7 @@ def _check_texts(model: keras.Model, given: Any, where: str) -> None:
     for name, spec in specs.items():
         if name in declared and (spec.dtype == tf.string) != (declared[name] == "string"):
             kind = "text" if spec.dtype == tf.string else spec.dtype.name
-            raise UserError(f"{where}: input {name or 'of the model'} is {kind}; the model takes {declared[name]}.")
+            raise UserError(f"data.eval: input {name or 'of the model'} is {kind}; the model takes {declared[name]}.")
 
 
 def _named(model: keras.Model, outputs: Any) -> dict[str, Any]:
@@ -433,7 +431,8 @@ def _check_computes_the_same(model: keras.Model, serve: Callable[[Any], Any], sp
     # Half precision rounds otherwise in a graph, and that adds up over the layers: compare graph with graph.
     call = partial(model, training=False)
     if in_graph:
-        call = tf.function(call, input_signature=[keras.tree.map_structure(_spec, specs)], autograph=False)
+        signature = keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), specs)
+        call = tf.function(call, input_signature=[signature], autograph=False)
     for size in _OPEN_SIZES:
         sample = keras.tree.map_structure(partial(_sample, open_size=size), specs)
         try:
@@ -455,10 +454,10 @@ def _check_computes_the_same(model: keras.Model, serve: Callable[[Any], Any], sp
 
 def _add_facts(path: Path, class_names: Sequence[str], taken: Sequence[Input], inputs: ModelInputs | None) -> None:
     """Add JSON files to a file of Keras, which is a zip archive, or to the extra assets of a SavedModel."""
-    facts: dict[str, Any] = {CLASS_NAMES: list(class_names)} if class_names else {}
+    facts: dict[str, Any] = {"class_names.json": list(class_names)} if class_names else {}
     if taken:
         made_of = {"features": inputs.features, "preprocess": inputs.preprocess} if inputs else {}
-        facts[INPUTS] = {"inputs": [one._asdict() for one in taken], **made_of}
+        facts["inputs.json"] = {"inputs": [one._asdict() for one in taken], **made_of}
     texts = {name: json.dumps(content, ensure_ascii=False) for name, content in facts.items()}
     if path.suffix == ".keras":
         with zipfile.ZipFile(path, "a") as archive:
@@ -503,10 +502,6 @@ def _specs(inputs: ModelInputs) -> Any:
         taken.add(name)
         specs[one.name] = tf.TensorSpec(one.shape, one.dtype, name)
     return specs if inputs.is_dict else specs[inputs.inputs[0].name]
-
-
-def _spec(tensor: keras.KerasTensor | tf.TensorSpec) -> tf.TensorSpec:
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _sample(tensor: keras.KerasTensor | tf.TensorSpec, open_size: int) -> tf.Tensor:

@@ -105,7 +105,7 @@ def zip_members(path: Path) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return set(archive.namelist())
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, NotImplementedError):  # the latter of a version that Python does not read
         return set()
 
 

@@ -17,7 +17,7 @@ _NO_READAHEAD = "readahead_buffer_size:0"
 
 
 class ArrayRecordFile(FileStore):
-    """The records of an ArrayRecord file. A Store."""
+    """The records of an ArrayRecord file."""
 
     def __init__(self, path: str, files: OpenFiles) -> None:
         """files: those of all stores together. Raises UserError for a file of another format."""
@@ -28,7 +28,7 @@ class ArrayRecordFile(FileStore):
             self.blocks = even_blocks(reader.num_records(), self.size)
 
     def read(self, first: int, last: int) -> list[bytes]:
-        self._stamps.check(self.path)
+        self.check(self.path)
         with self._files.opened(self.path, _open_reader) as reader:
             records: list[bytes] = reader.read(first, last)
         return records

@@ -5,10 +5,10 @@ Reads row groups, or record batches, whole. Uses pyarrow, and datasets for those
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,13 +39,10 @@ def _choose(request: Request, stored: Sequence[str], path: str) -> list[str]:
     return request.choose([name for name in stored if name in request.names or not _PANDAS_INDEX.fullmatch(name)], path)
 
 
-def _pyarrow(module: str = "pyarrow") -> Any:
-    """Return the library; opening a file has checked that it is installed."""
-    return importlib.import_module(module)
-
-
 class _Batches(FileStore):
-    """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow. A Store."""
+    """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow."""
+
+    form = "Arrow"
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
@@ -64,10 +61,8 @@ class _Batches(FileStore):
         self.blocks = blocks_of([count for count in counts if count], size)
         self._numbers = [number for number, count in enumerate(counts) if count]
 
-    form = "Arrow"
-
     def read(self, first: int, last: int) -> Arrays:
-        self._stamps.check(self.path)
+        self.check(self.path)
         starts = self.blocks.first_record
         batch, end = self.blocks.containing(np.array([first, last - 1])).tolist()
         assert batch == end, "asked for records of two batches"
@@ -102,13 +97,13 @@ class _Batches(FileStore):
         """Return the file in the form that pyarrow opens, for one thread."""
         return self.path if self._pages is None else RemoteFile(self._pages)
 
+    @abstractmethod
     def _open(self) -> tuple[Any, Sequence[int], int]:
         """Return the schema, the number of records of each batch, and the bytes of all in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_batch(self, number: int, count: int) -> Any:
         """Return the first records of a batch, with the columns that are used."""
-        raise NotImplementedError
 
 
 class ParquetFile(_Batches):
@@ -117,20 +112,22 @@ class ParquetFile(_Batches):
     form = "Parquet"
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
-        parquet = _pyarrow("pyarrow.parquet")
+        from pyarrow import parquet
+
         with parquet.ParquetFile(self._source) as file:
             self._metadata, groups = file.metadata, range(file.metadata.num_row_groups)
             sizes = [self._metadata.row_group(group).total_byte_size for group in groups]
             return file.schema_arrow, [self._metadata.row_group(group).num_rows for group in groups], sum(sizes)
 
     def _read_batch(self, number: int, count: int) -> Any:
-        arrow, parquet = _pyarrow(), _pyarrow("pyarrow.parquet")
+        from pyarrow import Table, parquet
+
         # Opened again for each row group, because an open file is not for several threads.
         with parquet.ParquetFile(self._source, metadata=self._metadata) as file:
             if count < self._metadata.row_group(number).num_rows:
                 # Reads little more than these: the first record of many files is read at the start.
                 batches = file.iter_batches(count, row_groups=[number], columns=self._names, use_threads=False)
-                table = arrow.Table.from_batches([next(batches)])
+                table = Table.from_batches([next(batches)])
                 if table.num_rows == count:
                     return table
             return file.read_row_group(number, columns=self._names, use_threads=False).slice(0, count)
@@ -140,32 +137,36 @@ class ArrowFile(_Batches):
     """The records of an Arrow file (Feather 2), a record batch a block."""
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
-        arrow = _pyarrow()
+        from pyarrow import ipc, memory_map
+
         if self._pages is not None:
-            return self._open_remote(arrow)
-        with arrow.memory_map(self.path) as file, arrow.ipc.open_file(file) as reader:
+            return self._open_remote()
+        with memory_map(self.path) as file, ipc.open_file(file) as reader:
             batches = map(reader.get_batch, range(reader.num_record_batches))
             sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
             return reader.schema, [count for count, _ in sizes], sum(size for _, size in sizes)
 
-    def _open_remote(self, arrow: Any) -> tuple[Any, Sequence[int], int]:
+    def _open_remote(self) -> tuple[Any, Sequence[int], int]:
         """Do as _open, but read only one column of the batches. Takes the file's size for that in memory."""
-        with arrow.ipc.open_file(self._source) as reader:
+        from pyarrow import ipc
+
+        with ipc.open_file(self._source) as reader:
             schema, batches = reader.schema, range(reader.num_record_batches)
         if not len(schema):
             return schema, [], 0
-        one_column = arrow.ipc.IpcReadOptions(included_fields=[0])
-        with arrow.ipc.open_file(self._source, options=one_column) as reader:
+        one_column = ipc.IpcReadOptions(included_fields=[0])
+        with ipc.open_file(self._source, options=one_column) as reader:
             return schema, [reader.get_batch(number).num_rows for number in batches], self.size
 
     def _read_batch(self, number: int, count: int) -> Any:
-        arrow = _pyarrow()
+        from pyarrow import OSFile, ipc, table
+
         with (
-            arrow.OSFile(self.path) if self._pages is None else RemoteFile(self._pages) as file,
-            arrow.ipc.open_file(file) as reader,
+            OSFile(self.path) if self._pages is None else RemoteFile(self._pages) as file,
+            ipc.open_file(file) as reader,
         ):
             batch = reader.get_batch(number)
-            return arrow.table({name: batch.column(name) for name in self._names}).slice(0, count)
+            return table({name: batch.column(name) for name in self._names}).slice(0, count)
 
 
 def check_types(schema: Any, names: Sequence[str], path: str) -> None:
@@ -179,21 +180,16 @@ def check_types(schema: Any, names: Sequence[str], path: str) -> None:
 
 
 def to_arrays(table: Any) -> Arrays:
-    """Return the columns of an Arrow table as arrays; text, lists of any length and nulls as objects.
+    """Return the columns of an Arrow table as arrays; text, lists of any length and nulls as objects."""
+    return {name: _join_chunks(table.column(name)) for name in table.column_names}
+
+
+def _join_chunks(column: Any) -> np.ndarray:
+    """Return the values of all chunks; as objects if those of one are, as where it has nulls.
 
     Arrow itself cannot join chunks of 2 GiB of text: it counts their bytes in int32.
     """
-    return {
-        name: _join_chunks([_to_array(chunk) for chunk in _chunks(table.column(name))]) for name in table.column_names
-    }
-
-
-def _chunks(column: Any) -> Sequence[Any]:
-    return [chunk for chunk in column.chunks if len(chunk)] or [column.combine_chunks()]
-
-
-def _join_chunks(chunks: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the values of all chunks; as objects if those of one are, as where it has nulls."""
+    chunks = [_to_array(chunk) for chunk in column.chunks if len(chunk)] or [_to_array(column.combine_chunks())]
     if len(chunks) == 1:
         return chunks[0]
     if any(chunk.dtype == object for chunk in chunks):
@@ -202,7 +198,8 @@ def _join_chunks(chunks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _is_supported(kind: Any) -> bool:
-    types = _pyarrow().types
+    from pyarrow import types
+
     if types.is_dictionary(kind):
         return _is_supported(kind.value_type)
     if _is_file(kind) or _is_text(kind) or _is_tensor(kind):
@@ -215,28 +212,32 @@ def _is_supported(kind: Any) -> bool:
 
 
 def _is_text(kind: Any) -> bool:
-    types = _pyarrow().types
+    from pyarrow import types
+
     kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
     return any(is_kind(kind) for is_kind in kinds)
 
 
 def _is_file(kind: Any) -> bool:
     """Return whether it is a struct with the bytes of a file, as Hugging Face stores images."""
-    types = _pyarrow().types
+    from pyarrow import types
+
     return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
 
 
 def _is_tensor(kind: Any) -> bool:
     """Return whether each value is an array of one shape: Arrow's own type, or Hugging Face's Array2D and so on."""
-    arrow = _pyarrow()
-    return isinstance(kind, arrow.BaseExtensionType) and None not in getattr(kind, "shape", [None])
+    from pyarrow import BaseExtensionType
+
+    return isinstance(kind, BaseExtensionType) and None not in getattr(kind, "shape", [None])
 
 
 def _to_array(column: Any) -> np.ndarray:
-    arrow = _pyarrow()
+    import pyarrow as arrow
+
     kind = column.type
     if arrow.types.is_dictionary(kind):
-        long = {arrow.string(): arrow.large_string(), arrow.binary(): arrow.large_binary()}  # see to_arrays
+        long = {arrow.string(): arrow.large_string(), arrow.binary(): arrow.large_binary()}  # see _join_chunks
         values = column.dictionary.cast(long.get(kind.value_type, kind.value_type))
         return _to_array(arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode())
     if column.null_count:
@@ -265,7 +266,8 @@ def _to_array(column: Any) -> np.ndarray:
 
 def _rows_with_nulls(column: Any) -> np.ndarray:
     """Return for each row whether it, or a list in it, lacks a value."""
-    types, compute = _pyarrow().types, _pyarrow("pyarrow.compute")
+    from pyarrow import compute, types
+
     lacks = np.asarray(column.is_null())
     if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
         ends = np.cumsum(compute.list_value_length(column).fill_null(0).to_numpy())
@@ -279,7 +281,7 @@ _CHECKED_PER_READ = 8
 
 
 class HuggingFaceFolder(FileStore):
-    """The records of one split. A Store."""
+    """The records of one split."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a folder of several splits, and for columns of a type that has no tensor."""
@@ -298,14 +300,14 @@ class HuggingFaceFolder(FileStore):
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)
         super().__init__(path, sorted(file["filename"] for file in dataset.cache_files))
-        self._to_check = itertools.cycle(self._stamps.stamps)
+        self._to_check = itertools.cycle(self.stamps)
         self.defaults = {name: _defaults(dataset.features[name], datasets) for name in self._names}
         self.blocks = even_blocks(len(dataset), self.size)
 
     def read(self, first: int, last: int) -> Arrays:
         # A few files in turn: each costs a request to a file server, and a set may have thousands.
-        for path in itertools.islice(self._to_check, min(len(self._stamps.stamps), _CHECKED_PER_READ)):
-            self._stamps.check(path)
+        for path in itertools.islice(self._to_check, min(len(self.stamps), _CHECKED_PER_READ)):
+            self.check(path)
         return to_arrays(self._dataset[first:last])
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 
 from horovod_train.data.prepare.tables import load_table
-from horovod_train.data.random_access.images import read_file
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
 
 class CSVTable(FileStore):
-    """The lines of a CSV file, kept in memory. A Store.
+    """The lines of a CSV file, kept in memory.
 
     Names of image files are relative to the folder of the CSV file.
     """
@@ -46,7 +45,7 @@ class CSVTable(FileStore):
     def read(self, first: int, last: int) -> Arrays:
         arrays = {name: column[first:last] for name, column in self._columns.items()}
         for name in self._images:
-            arrays[name] = objects([read_file(file, self._stamps) for file in arrays[name]])
+            arrays[name] = objects(list(map(self.read_file, arrays[name])))
         return arrays
 
     def name(self, record: int) -> str:

@@ -59,7 +59,7 @@ class _Rows:
 
 
 class HDF5File(FileStore):
-    """The records of an HDF5 file. A Store. h5py lets one thread read at a time."""
+    """The records of an HDF5 file. h5py lets one thread read at a time."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is not HDF5, or whose datasets are not rows of numbers or text."""
@@ -93,9 +93,8 @@ class HDF5File(FileStore):
                     f"{path}: {name} is {dtype}{list(dataset.shape)}, and the file has {self.size} bytes; expected "
                     "values that are there. The file is damaged, or was never filled."
                 )
-        self.unwritten = " ".join(
-            filter(None, (_unwritten_in(dataset, name, path) for name, dataset in datasets.items()))
-        )
+        sentences = (_unwritten_in(dataset, name, path) for name, dataset in datasets.items())
+        self.unwritten = " ".join(filter(None, sentences))
         lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
         records = check_lengths(lengths, path, setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.
@@ -107,7 +106,7 @@ class HDF5File(FileStore):
         self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in datasets.values()]
 
     def read(self, first: int, last: int) -> Arrays:
-        self._stamps.check(self.path)
+        self.check(self.path)
         with self._open_files.opened(self.path, self._open) as datasets:
             if self._remote is None:
                 return {name: dataset[first:last] for name, dataset in datasets.items()}
@@ -132,11 +131,9 @@ def _unwritten_in(dataset: Any, name: str, path: str) -> str:
         return ""
     if written >= chunks:
         return ""
-    what = (
-        f"{written} of {chunks} chunks were ever written; the others read"
-        if written
-        else "was never written, and reads"
-    )
+    what = f"{written} of {chunks} chunks were ever written; the others read"
+    if not written:
+        what = "was never written, and reads"
     return f"{path}: {name}: {what} as the fill value. Write the file again, if its writer has died."
 
 

@@ -17,48 +17,55 @@ from horovod_train.config.paths import is_remote
 from horovod_train.data.files import is_no_record, left_out_note
 from horovod_train.data.globs import matching
 from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
-from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
+from horovod_train.data.random_access.store import FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage import DEFAULT, Storage
+from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError, unreadable
 from horovod_train.shown_text import listed
 
 
-class ImageFolder(FileStore):
-    """The images below a folder, in the order of their names. A Store."""
+class _Images(FileStore):
+    """Image files, a record each."""
 
     are_files = True
+
+    def __init__(self, path: str, files: list[str]) -> None:
+        super().__init__(path, files)
+        self._files = files
+        self.blocks = single_blocks(len(files), np.array([stamp.size for stamp in self.stamps.values()]))
+
+    def name(self, record: int) -> str:
+        return self._files[record]
+
+    def _images(self, first: int, last: int) -> np.ndarray:
+        return objects(list(map(self.read_file, self._files[first:last])))
+
+
+class ImageFolder(_Images):
+    """The images below a folder, in the order of their names."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError if there are none."""
         classes, files, self.note = list_images(path)
         _check_same_classes(path, classes, request)
         labels = {name: label for label, name in enumerate(classes)}
-        self._files = [str(file) for file in files]
         self._labels = np.array([labels[file.parent.name] for file in files])
         self._names = request.choose(["image", "label"], path)
-        super().__init__(path, self._files)
+        super().__init__(path, list(map(str, files)))
         self.defaults = {"image": {"decode": "image"}, "label": {"class_names": classes}}
-        sizes = np.array([stamp.size for stamp in self._stamps.stamps.values()])
-        self.blocks = single_blocks(len(files), sizes)
-
-    def name(self, record: int) -> str:
-        return self._files[record]
 
     def read(self, first: int, last: int) -> Arrays:
         arrays = {"label": self._labels[first:last]}
         if "image" in self._names:
-            arrays["image"] = objects([read_file(file, self._stamps) for file in self._files[first:last]])
+            arrays["image"] = self._images(first, last)
         return {name: arrays[name] for name in self._names}
 
 
-class UnlabelledImages(FileStore):
-    """The images in a folder and its folders, or of a glob, in the order of their paths; or one file. A Store.
+class UnlabelledImages(_Images):
+    """The images in a folder and its folders, or of a glob, in the order of their paths; or one file.
 
     The feature is the one that the config calls an image, or else `image`.
     """
-
-    are_files = True
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError if there are none."""
@@ -68,24 +75,17 @@ class UnlabelledImages(FileStore):
             raise UserError(f"{path}: expected {kinds} files; found {listed(others, 3) or 'none'}.")
         self.note = left_out_note(path, others, kinds) if os.path.isdir(path) else ""
         (self._name,) = request.images if len(request.images) == 1 else ("image",)
-        self._files = files
         request.choose([self._name], path)
         super().__init__(path, files)
         self.defaults = {self._name: {"decode": "image"}}
-        self.blocks = single_blocks(len(files), np.array([stamp.size for stamp in self._stamps.stamps.values()]))
-
-    def name(self, record: int) -> str:
-        return self._files[record]
 
     def identity(self) -> str:
         """Return a digest of names and sizes: enough to see that all ranks have the same files, and quickly made."""
-        stamps = self._stamps.stamps.items()
-        return hashlib.sha256(
-            repr([(os.path.basename(name), stamp.size) for name, stamp in stamps]).encode()
-        ).hexdigest()
+        facts = [(os.path.basename(name), stamp.size) for name, stamp in self.stamps.items()]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def read(self, first: int, last: int) -> Arrays:
-        return {self._name: objects([read_file(file, self._stamps) for file in self._files[first:last]])}
+        return {self._name: self._images(first, last)}
 
 
 def _raise(error: OSError) -> None:
@@ -152,9 +152,3 @@ def is_image_folder(path: str, storage: Storage) -> bool:
         return False
     folders = [os.path.join(path, name) for name in class_names(path)]
     return any(name.lower().endswith(SUFFIXES + NOT_READ) for folder in folders for name in os.listdir(folder))
-
-
-def read_file(path: str, stamps: FileStamps) -> bytes:
-    """Return what a file holds. Raises UserError if it has changed since it was listed."""
-    stamps.check(path)
-    return DEFAULT.read_all(path)

@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
 
 
 class NumpyArrays(FileStore):
-    """The records of a folder of npy files, or of an npz archive. A Store."""
+    """The records of a folder of npy files, or of an npz archive."""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""
@@ -73,8 +73,8 @@ class NumpyArrays(FileStore):
         self.blocks = even_blocks(records, sum(_row_bytes(array) for array in by_name.values()) * records)
 
     def read(self, first: int, last: int) -> Arrays:
-        for path in self._stamps.stamps:
-            self._stamps.check(path)
+        for path in self.stamps:
+            self.check(path)
         return {
             name: array.read(first, last) if isinstance(array, _Rows) else array[first:last]
             for name, array in self._arrays.items()

@@ -28,17 +28,17 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_different, paths_beside, save_to_first
 from horovod_train.data.random_access.store import (
     ArraysParser,
-    FileStamps,
+    FileStore,
     Request,
     Store,
     describe_error,
-    raise_if_of_the_system,
     read_block,
+    try_read,
 )
 from horovod_train.data.schema import Feature, Schema, check_same_classes, parse_feature, warn_of_names_of_numbers
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage import DEFAULT, Stamps, Storage, map_paths, normalized
-from horovod_train.errors import RunError, UserError, reading
+from horovod_train.errors import UserError, reading
 from horovod_train.host import usable_cores
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, read_json, write_atomically
@@ -72,8 +72,7 @@ class RandomAccessRecords:
         self.blocks = Blocks(*columns)
         self._first_block = np.cumsum([0, *(len(store.blocks.records) for store in stores)])
         identities = {store.path: store.identity() for store in stores}
-        self._stamps = [identity for identity in identities.values() if isinstance(identity, FileStamps)]
-        files = {path: stamps.stamps for path, stamps in identities.items() if isinstance(stamps, FileStamps)}
+        files = {path: stamps for path, stamps in identities.items() if not isinstance(stamps, str)}
         digests = {path: digest for path, digest in identities.items() if isinstance(digest, str)}
         # Of a table that names image files, only the table: records may share an image.
         check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
@@ -99,8 +98,9 @@ class RandomAccessRecords:
         return [store.name(record) for store in self._stores for record in range(store.blocks.num_records)]
 
     def open(self) -> LoadBlock:
-        for stamps in self._stamps:
-            stamps.forget_checks()  # remote files may have changed since they were described
+        for store in self._stores:
+            if isinstance(store, FileStore):
+                store.forget_checks()  # remote files may have changed since they were described
         return self._load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
@@ -113,7 +113,7 @@ class RandomAccessRecords:
 
 
 def open_described(
-    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str, *, needs_labels: bool = True
+    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str, *, needs_labels: bool
 ) -> tuple[RandomAccessRecords, Schema]:
     """Open stores, and return their records and the schema that describes them. setting: names them in messages.
 
@@ -144,22 +144,16 @@ def open_described(
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
     """Return the first record that can be read, and its number. Raises UserError if there is none."""
-    failure: Exception | None = None
+    failures: list[BaseException] = []
     for record in range(min(store.blocks.num_records, _TRIED_RECORDS)):
-        try:
-            arrays = store.read(record, record + 1)
-        except (RunError, MemoryError):
-            raise
-        except Exception as error:
-            raise_if_of_the_system(error, store.name(record))
-            failure = failure or error
-            continue
-        assert isinstance(arrays, dict), "serialized records do not describe themselves"
-        return record, arrays
-    assert failure is not None
-    reason = describe_error(failure)
+        found = try_read(store, record, record + 1)
+        if isinstance(found, dict):
+            return record, found
+        assert isinstance(found, BaseException), "serialized records do not describe themselves"
+        failures.append(found)
+    reason = describe_error(failures[0])
     first = store.name(0).removeprefix(f"{store.path}: ")
-    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure
+    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failures[0]
 
 
 def _request(config: DataConfig, setting: str, storage: Storage, entries: tuple[str, ...]) -> Request:
@@ -300,7 +294,7 @@ def _is_ours(path: Path) -> bool:
 _DIGESTS = Artifact("digests of records", r"digests\.json|[0-9a-f]{16}\.json", content_matches=_is_ours)
 
 
-def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage = DEFAULT) -> dict[str, str]:
+def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage) -> dict[str, str]:
     """Return a digest of what the files of each entry hold, in their order. Reads only files whose digest is not saved.
 
     entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.

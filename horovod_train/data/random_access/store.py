@@ -8,9 +8,10 @@ transforms.
 from __future__ import annotations
 
 import errno
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import raised_at
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Blocks, Data, LoadedBlock, split_records
-from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, describe
+from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, check_unchanged, describe
 from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, said_by_system, unreadable
 from horovod_train.host import OpenFiles
 from horovod_train.shown_text import listed
@@ -58,7 +59,7 @@ class Request:
         return list(self.names or stored)
 
 
-class Store(Protocol):
+class Store(ABC):
     """The records of one entry of data.train or data.eval, opened. A record's number counts from 0 in it."""
 
     path: str
@@ -67,17 +68,14 @@ class Store(Protocol):
     blocks: Blocks
     defaults: dict[str, dict[str, Any]]
     """Settings of features that the store knows, as in data.features, which takes precedence."""
-    are_files: bool
+    are_files = False
     """Whether each record is a file, whose path is its name."""
+    note = ""
+    """What users should know before a run."""
+    unwritten = ""
+    """What is not in the files though it can be read, which check-data counts as a fault."""
 
-    @property
-    def note(self) -> str:
-        """Return what users should know before a run; "" if nothing."""
-
-    @property
-    def unwritten(self) -> str:
-        """Return what is not in the files though it can be read, which check-data counts as a fault; "" if nothing."""
-
+    @abstractmethod
     def read(self, first: int, last: int) -> Arrays | list[bytes]:
         """Return the records [first, last): arrays by name with these rows, or what is serialized.
 
@@ -86,11 +84,13 @@ class Store(Protocol):
         UnreadableFrom also says which.
         """
 
-    def identity(self) -> FileStamps | str:
+    @abstractmethod
+    def identity(self) -> Stamps | str:
         """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""
 
     def name(self, record: int) -> str:
         """Return what users call a record: the path of its own file, or else the store's path and its number."""
+        return f"{self.path}: record {record}"
 
 
 class UnreadableFrom(Exception):
@@ -101,55 +101,42 @@ class UnreadableFrom(Exception):
         self.record = record
 
 
-class FileStamps:
-    """Some files as they were when they were opened."""
+class FileStore(Store):
+    """What stores of files have in common, besides `blocks` and `read`."""
 
-    def __init__(self, paths: Iterable[str], storage: Storage = DEFAULT) -> None:
-        """Raises UserError for a file that does not exist."""
+    def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
+        """files: those that hold the records. Raises UserError for one that does not exist."""
+        self.path, self.defaults = path, dict[str, dict[str, Any]]()
         self.stamps: dict[str, Stamp] = {}
+        """Of the files as they were when they were opened."""
         self._storage, self._checked = storage, set[str]()
-        for path in paths:
-            with reading(path):
-                self.stamps[path] = storage.stamp(path)
+        for file in files:
+            with reading(file):
+                self.stamps[file] = storage.stamp(file)
+        self.size = sum(stamp.size for stamp in self.stamps.values())
 
-    @property
-    def size(self) -> int:
-        return sum(stamp.size for stamp in self.stamps.values())
+    def identity(self) -> Stamps | str:
+        return self.stamps
 
-    def check(self, path: str) -> None:
-        """Raise UserError if the file has disappeared or has changed. Checks a remote file once; see forget_checks."""
-        if path in self._checked:
+    def check(self, file: str) -> None:
+        """Raise UserError if a file has disappeared or has changed. Checks a remote file once; see forget_checks."""
+        if file in self._checked:
             return
-        before = self.stamps[path]
-        with reading(path, " any more"):
-            now = self._storage.stamp(path)
-        check_unchanged(path, before.size, before.mtime_ns, now)
-        if is_remote(path):  # looking takes a request
-            self._checked.add(path)
+        before = self.stamps[file]
+        with reading(file, " any more"):
+            now = self._storage.stamp(file)
+        check_unchanged(file, before.size, before.mtime_ns, now)
+        if is_remote(file):  # looking takes a request
+            self._checked.add(file)
 
     def forget_checks(self) -> None:
         """Let `check` look at remote files again."""
         self._checked.clear()
 
-
-class FileStore:
-    """What stores of files have in common. A Store, once it has `blocks` and `read`."""
-
-    note = ""
-    unwritten = ""
-    are_files = False
-
-    def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
-        """files: those that hold the records. Raises UserError for one that does not exist."""
-        self.path, self.defaults = path, dict[str, dict[str, Any]]()
-        self._stamps = FileStamps(files, storage)
-        self.size = self._stamps.size
-
-    def identity(self) -> FileStamps | str:
-        return self._stamps
-
-    def name(self, record: int) -> str:
-        return f"{self.path}: record {record}"
+    def read_file(self, file: str) -> bytes:
+        """Return what one of the files holds. Raises UserError if it has changed since it was listed."""
+        self.check(file)
+        return self._storage.read_all(file)
 
 
 def check_local(path: str, setting: str, what: str) -> None:
@@ -222,6 +209,20 @@ def raise_if_of_the_system(error: BaseException, record: str) -> None:
         raise ReadFailed(f"{record}: cannot be read: {describe(error)}.") from error
 
 
+def try_read(store: Store, first: int, last: int) -> Arrays | list[bytes] | BaseException:
+    """Return the records [first, last), or what was raised because some of them cannot be read.
+
+    Raises what must end the reading.
+    """
+    try:
+        return store.read(first, last)
+    except (RunError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
+        raise_if_of_the_system(error, store.name(first))
+        return error
+
+
 def stack(values: Sequence[Any]) -> np.ndarray:
     """Return one array of the values of some records: of objects if they are texts, or differ in shape or dtype."""
     if len(values) == 1 and not isinstance(values[0], bytes | str):
@@ -235,10 +236,7 @@ def stack(values: Sequence[Any]) -> np.ndarray:
 
 def objects(values: Sequence[Any]) -> np.ndarray:
     """Return an array with one object for each value."""
-    array = np.empty(len(values), object)
-    for row, value in enumerate(values):  # numpy would take arrays of equal length for rows
-        array[row] = value
-    return array
+    return np.fromiter(values, object, len(values))  # np.array would take arrays of equal length for rows
 
 
 def read_block(store: Store, first: int, last: int) -> LoadedBlock:
@@ -256,18 +254,16 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
 
     Reads one by one if the records cannot be read together.
     """
-    try:
-        return store.read(first, last), {}
-    except (RunError, MemoryError):
-        raise
-    except UnreadableFrom as error:
-        why, good = describe_error(error), error.record - first
-        rows = split_records(store.read(first, error.record)) if good else []
-        return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
-    except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
-        raise_if_of_the_system(error, store.name(first))
-        if last - first == 1:
-            return [{}], {0: describe_error(error)}
+    found = try_read(store, first, last)
+    if not isinstance(found, BaseException):
+        return found, {}
+    if isinstance(found, UnreadableFrom):
+        good = found.record - first
+        rows = split_records(store.read(first, found.record)) if good else []
+        faults = dict.fromkeys(range(good, last - first), describe_error(found))
+        return rows + [{}] * (last - found.record), faults
+    if last - first == 1:
+        return [{}], {0: describe_error(found)}
     results = [_read(store, record, record + 1) for record in range(first, last)]
     faults = {position: fault[0] for position, (_, fault) in enumerate(results) if fault}
     return [row for data, _ in results for row in split_records(data)], faults
@@ -419,7 +415,8 @@ def _expected_form(feature: Feature) -> str:
 
 
 def _stored_form(feature: Feature) -> str:
-    return _describe_type("text" if feature.stored_dtype == "string" else feature.stored_dtype, feature.shape)
+    dtype = "text" if feature.stored_dtype == "string" else feature.stored_dtype
+    return f"{dtype}{list(feature.shape)}"
 
 
 def _actual_form(values: np.ndarray) -> str:
@@ -430,11 +427,8 @@ def _actual_form(values: np.ndarray) -> str:
     if array.dtype.kind == "U" and _as_bytes(array) is None:
         return "text with a surrogate, which UTF-8 does not have"
     if isinstance(value, bytes | str) or values.dtype.kind in "SU":
-        return _describe_type("text", values.shape[1:])
+        return f"text{list(values.shape[1:])}"
     if array.dtype == object and any(part is None for part in array.ravel()):
         return "a list that lacks a value"
-    return _describe_type("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)
-
-
-def _describe_type(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+    dtype = "text" if array.dtype.kind in "SUO" else array.dtype.name
+    return f"{dtype}{list(array.shape)}"

@@ -14,11 +14,12 @@ from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import Spec
 from horovod_train.data.random_access.store import (
     Request,
+    Store,
     describe_error,
     even_blocks,
-    raise_if_of_the_system,
     single_blocks,
     stack,
+    try_read,
 )
 from horovod_train.data.source import Arrays
 from horovod_train.errors import RunError, UserError, unreadable
@@ -27,11 +28,8 @@ SAMPLED_RECORDS = 64
 """The number of records that identify a source without `fingerprint`."""
 
 
-class UsersStore:
-    """The records that an object of a user's class gives. A Store."""
-
-    are_files = False
-    unwritten = ""
+class UsersStore(Store):
+    """The records that an object of a user's class gives."""
 
     def __init__(self, path: str, request: Request, spec: Spec) -> None:
         """Build the object. Raises UserError for anything that is wrong with its class."""
@@ -48,15 +46,11 @@ class UsersStore:
         else:
             self.blocks = single_blocks(count, record_bytes)
         self.size = int(record_bytes * count)
-
-    @property
-    def note(self) -> str:
-        if hasattr(self._records, "fingerprint"):
-            return ""
-        return (
-            f"data.source: {self._spec.name} has no fingerprint(): {self.path} is identified by its number of records "
-            f"and {SAMPLED_RECORDS} of them, so a change of others is not noticed."
-        )
+        if not hasattr(self._records, "fingerprint"):
+            self.note = (
+                f"{self._where} has no fingerprint(): {path} is identified by its number of records and "
+                f"{SAMPLED_RECORDS} of them, so a change of others is not noticed."
+            )
 
     def read(self, first: int, last: int) -> Arrays:
         arrays = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
@@ -65,9 +59,6 @@ class UsersStore:
         if not used:
             raise ValueError(f"it has none of {', '.join(names)}; it has {', '.join(arrays)}")
         return used
-
-    def name(self, record: int) -> str:
-        return f"{self.path}: record {record}"
 
     def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
@@ -86,18 +77,14 @@ class UsersStore:
         """
         sizes = [0.0]
         for record in dict.fromkeys([0, count - 1]):
-            try:
-                sizes.append(float(sum(_bytes_of(value) for value in self.read(record, record + 1).values())))
-            except RunError:
-                raise
-            except IndexError as error:
+            found = try_read(self, record, record + 1)
+            if isinstance(found, IndexError):
                 raise UserError(
-                    f"{self._where}: its __len__ is {count}, but record {record} raises {describe_error(error)}. "
+                    f"{self._where}: its __len__ is {count}, but record {record} raises {describe_error(found)}. "
                     "Records are numbered from 0 to __len__ - 1."
-                ) from error
-            except Exception as error:
-                raise_if_of_the_system(error, self.name(record))
-                continue  # a bad record; data.on_bad_record says what to do about it
+                ) from found
+            if isinstance(found, dict):  # else a bad record; data.on_bad_record says what to do about it
+                sizes.append(float(sum(map(_bytes_of, found.values()))))
         return max(sizes)
 
     def _read_singly(self, first: int, last: int) -> Arrays:
@@ -142,17 +129,13 @@ class UsersStore:
         count = self.blocks.num_records
         chosen = np.linspace(0, max(count - 1, 0), SAMPLED_RECORDS).astype(np.int64)
         for record in np.unique(chosen[chosen < count]).tolist():
-            try:
-                row = self.read(record, record + 1)
-            except RunError:
-                raise
-            except Exception as error:  # reading it again raises the same
-                raise_if_of_the_system(error, self.name(record))
-                total.update(describe_error(error).encode())
-                continue
-            for name, values in sorted(row.items()):
-                total.update(f"{name} {values.dtype} {values.shape} ".encode())
-                total.update(_content(values))
+            found = try_read(self, record, record + 1)
+            if isinstance(found, BaseException):  # reading it again raises the same
+                total.update(describe_error(found).encode())
+            elif isinstance(found, dict):
+                for name, values in sorted(found.items()):
+                    total.update(f"{name} {values.dtype} {values.shape} ".encode())
+                    total.update(_content(values))
 
     @property
     def _where(self) -> str:
@@ -180,7 +163,7 @@ def _build_records(path: str, spec: Spec) -> Any:
 def _bytes_of(values: np.ndarray) -> int:
     if values.dtype != object:
         return values.nbytes
-    encoded = (value.encode() if isinstance(value, str) else value for value in values.ravel())
+    encoded = (value.encode(errors="surrogatepass") if isinstance(value, str) else value for value in values.ravel())
     return sum(len(value) if isinstance(value, bytes) else np.asarray(value).nbytes for value in encoded)
 
 

@@ -38,7 +38,7 @@ from horovod_train.data.storage import DEFAULT, ReadAt, Stamp, Stamps, Storage, 
 from horovod_train.errors import UserError, reading
 from horovod_train.host import usable_cores
 from horovod_train.output.console import track
-from horovod_train.output.files import Artifact, open_atomically
+from horovod_train.output.files import Artifact, open_atomically, zip_members
 
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 1 << 20
@@ -335,12 +335,7 @@ def _is_index(path: Path) -> bool:
     """Check the content, because other programs also write files named index.npz. A broken file is not removed."""
     if path.name != INDEX_NAME or not path.stat().st_size:
         return True
-    try:
-        with zipfile.ZipFile(path) as archive:
-            arrays = {name.removesuffix(".npy") for name in archive.namelist()}
-    except (zipfile.BadZipFile, NotImplementedError):
-        return False
-    return {"format", "blocks", "packing", *Extents._fields} <= arrays
+    return {f"{name}.npy" for name in ("format", "blocks", "packing", *Extents._fields)} <= zip_members(path)
 
 
 _INDEX = Artifact("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", content_matches=_is_index)

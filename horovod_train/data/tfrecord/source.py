@@ -87,7 +87,7 @@ def open_tfrecords(files: Sequence[str], config: DataConfig) -> TFRecords:
 class TFRecordBlocks:
     """The blocks of an index."""
 
-    def __init__(self, index: Index, stage_dir: str | None, storage: Storage = DEFAULT) -> None:
+    def __init__(self, index: Index, stage_dir: str | None, storage: Storage) -> None:
         self._index, self._storage = index, storage
         ends = np.zeros(len(index.files), np.int64)
         np.maximum.at(ends, index.file, index.offset + index.blocks.bytes)
@@ -297,7 +297,7 @@ def _copy_name(*files: ScannedFile) -> str:
 class UnpackedFiles:
     """Several threads may use it. Each file has its part of the one temporary file, so one descriptor is enough."""
 
-    def __init__(self, sizes: Mapping[ScannedFile, int], storage: Storage = DEFAULT) -> None:
+    def __init__(self, sizes: Mapping[ScannedFile, int], storage: Storage) -> None:
         """sizes: the bytes of each packed file's content."""
         self._storage, self._sizes = storage, sizes
         self._starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))

@@ -58,7 +58,7 @@ def inputs() -> Iterator[tuple[np.ndarray]]:
         yield (np.array(number, np.float32),)
 
 
-feed = Feed(inputs(), [tf.TensorSpec([], tf.float32)], on_failure=print)
+feed = Feed(inputs(), [tf.TensorSpec([], tf.float32)], on_failure=print, free_queues=[])
 
 
 @tf.function

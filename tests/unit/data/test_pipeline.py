@@ -487,7 +487,7 @@ def test_features_of_all_kinds_become_tensors(tmp_path: Path) -> None:
 
 def test_a_dataset_may_be_freed_while_a_function_is_traced() -> None:
     """Python frees what is in cycles at any time, also while TensorFlow holds the lock of the graph."""
-    feed = Feed(iter([]), [tf.TensorSpec([], tf.int64)] * 2, lambda failure: None)
+    feed = Feed(iter([]), [tf.TensorSpec([], tf.int64)] * 2, lambda failure: None, [])
     data = [feed.dataset(-1)]
 
     @tf.function

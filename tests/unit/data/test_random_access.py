@@ -41,7 +41,7 @@ from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import find_records, open_records
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.random_access.arrow import HuggingFaceFolder, ParquetFile, to_arrays
-from horovod_train.data.random_access.store import ArraysParser, FileStamps, Request
+from horovod_train.data.random_access.store import ArraysParser, FileStore, Request
 from horovod_train.data.schema import parse_feature
 from horovod_train.errors import UserError
 
@@ -229,7 +229,7 @@ def test_files_of_a_large_set_of_hugging_face_are_checked_in_turn(
     made.save_to_disk(str(tmp_path / "set"), num_shards=20)
     store = HuggingFaceFolder(str(tmp_path / "set"), Request())
     checked: list[str] = []
-    monkeypatch.setattr(FileStamps, "check", lambda _, path: checked.append(path))
+    monkeypatch.setattr(FileStore, "check", lambda _, path: checked.append(path))
     for _ in range(5):
         store.read(0, 1)
     assert len(checked) == 40
