@@ -363,9 +363,8 @@ def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: BatchS
             f"{'data.dataset' if config.data.dataset else 'data.weight'}: weights of records have no effect without "
             "targets: Keras hands over neither. Leave them out, or give data.targets."
         )
-    needs_outputs = bool(compiled.targets) or has_weights or (training and bool(compiled.loss.class_weights))
     outputs = None
-    if needs_outputs:
+    if compiled.targets or has_weights or (training and compiled.loss.class_weights):
         outputs = try_outputs(compiled.model, source.scaled_spec.inputs, _where(config, "train"))
     return Rows(
         group,
@@ -406,9 +405,4 @@ class _Sum(keras.regularizers.Regularizer):
 def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
     """Return the weights that are not trained and that the step assigns, in the model's order."""
     changed = {variable.ref() for variable in tried.assigns}
-    trained = {as_tf_variable(variable).ref() for variable in model.trainable_weights}
-    return [
-        weight
-        for weight in model.weights
-        if as_tf_variable(weight).ref() in changed and as_tf_variable(weight).ref() not in trained
-    ]
+    return [weight for weight in model.non_trainable_weights if as_tf_variable(weight).ref() in changed]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -147,7 +146,7 @@ class PhaseTimes:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=1.0)  # a look may hang with a stuck process, which then ends without it
 
@@ -397,7 +396,12 @@ def open_on_all_ranks(
     for note in dict.fromkeys(note for records in opened.values() for note in records.notes):
         log.warning(note)
     for records in opened.values():
-        _warn(records)
+        problems = records.problems
+        for problem in problems[:_RANKS_SHOWN]:
+            log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
+        if len(problems) > _RANKS_SHOWN:
+            more = len(problems) - _RANKS_SHOWN
+            log.warning(f"{records.setting}: {more} more files are damaged; check-data names them")
     return opened
 
 
@@ -429,29 +433,15 @@ def _check_equal(group: WorkerGroup, records: Records) -> None:
         sent = group.broadcast_object([list(entry) for entry in local_files])
         root_files = [(str(name), str(digest)) for name, digest in sent]
         local_difference = difference(local_files, root_files, group.name(0)) if local_files != root_files else ""
-        differences = group.gather(local_difference)
-        if any(differences):
-            raise RanksStartApart(_sentence(group, records.setting, differences)) from error
-        raise
-
-
-def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> str:
-    different = [rank for rank, text in enumerate(differences) if text]
-    shown = "; ".join(f"{group.name(rank)} {differences[rank]}" for rank in different[:_RANKS_SHOWN])
-    more = f"; {len(different) - _RANKS_SHOWN} more ranks differ" if len(different) > _RANKS_SHOWN else ""
-    equal = group.size - len(different)
-    return (
-        f"{setting}: ranks see different records: {shown}{more}; {equal} of {group.size} ranks see the same as rank 0. "
-        "Give every rank the same files."
-    )
-
-
-def _warn(records: Records) -> None:
-    problems = records.problems
-    for problem in problems[:_RANKS_SHOWN]:
-        log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
-    if len(problems) > _RANKS_SHOWN:
-        log.warning(f"{records.setting}: {len(problems) - _RANKS_SHOWN} more files are damaged; check-data names them")
+        different = [f"{group.name(rank)} {text}" for rank, text in enumerate(group.gather(local_difference)) if text]
+        if not different:
+            raise
+        more = f"; {len(different) - _RANKS_SHOWN} more ranks differ" if len(different) > _RANKS_SHOWN else ""
+        raise RanksStartApart(
+            f"{records.setting}: ranks see different records: {'; '.join(different[:_RANKS_SHOWN])}{more}; "
+            f"{group.size - len(different)} of {group.size} ranks see the same as rank 0. Give every rank the same "
+            "files."
+        ) from error
 
 
 def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeline]:

@@ -113,12 +113,10 @@ def _is_over(run: Run) -> bool:
 
 
 def _describe_parts(run: Run) -> None:
-    for line in stage_lines(run.state.model) if run.config.device.per_rank > 1 else ():
+    stages = stage_lines(run.state.model) if run.config.device.per_rank > 1 else []
+    averages = [f"averages of weights: {run.parts.averages}"] if run.parts.averages else []
+    for line in (*stages, *run.parts.origins, *averages):
         log.info(line)
-    for line in run.parts.origins:
-        log.info(line)
-    if run.parts.averages:
-        log.info(f"averages of weights: {run.parts.averages}")
     for line in run.parts.warnings:
         log.warning(line)
 
@@ -144,7 +142,10 @@ def _begin_files(run: Run, *, is_told: bool) -> Audit:
         run.output.write_config(dump(run.config), held_back=is_told)
         audit = _open_audit(run)
     if run.config.log.graph:
-        _draw_graph(run)
+        step, train, rank, names = run.parts.train_step, run.parts.train, run.group.rank, run.config.log.graph_names
+        spec, size = train.element_spec, train.size_of(0)
+        with run.group.heartbeat.phase("compile"):
+            run.output.tensorboard.add_graph(lambda: draw_step(step, spec, size, rank=rank, names=names))
     log.info(f"ends at step {run.parts.last_step}")
     if _is_over(run):
         log.info(f"nothing is left to train: the run has come to its end at step {first_step}")
@@ -180,13 +181,6 @@ def _open_audit(run: Run) -> Audit:
         data_sets=[(data_set.name, data_set.records, data_set.repeats) for data_set in train.data_sets],
     )
     return AuditLog(directory, start)
-
-
-def _draw_graph(run: Run) -> None:
-    train, names, rank = run.parts.train, run.config.log.graph_names, run.group.rank
-    spec, size = train.element_spec, train.size_of(0)
-    with run.group.heartbeat.phase("compile"):
-        run.output.tensorboard.add_graph(lambda: draw_step(run.parts.train_step, spec, size, rank=rank, names=names))
 
 
 def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
@@ -291,7 +285,9 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     run.clock.start()
     if step and not requested:
         # First finish what the last stop interrupted, such as an evaluation.
-        reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and _is_left(run, step, hook)])
+        due = [hook for hook in hooks if hook.is_due(step)]
+        left = [hook for hook in due if not hook.is_done(run, step) or _is_users_left(run, step, hook)]
+        reason = _call(run, step, left)
         ended = ended or reason
         requested = stopping.vote() if ended else None
     while step < parts.last_step and not ended:
@@ -308,20 +304,15 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     state.check_finite(run.group)
     stop = requested or ended
     if stop in (LEASE_LOST, SAVES_FAILED):
-        _raise_on_root(run)
+        with run.group.raise_together():
+            stopping.lease.must_be_ours()
+            if run.store.given_up:
+                raise RunError(run.store.given_up)
     at_end = [hook for hook in hooks if not hook.is_due(step) or _is_users_left(run, step, hook)]
     reason = _call_at_end(run, step, at_end, stop)
     if reason and not requested:  # may be an evaluation interrupted by a stop request
         requested = stopping.vote()
     return requested or ended or reason or DONE
-
-
-def _raise_on_root(run: Run) -> None:
-    """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
-    with run.group.raise_together():
-        run.stopping.lease.must_be_ours()
-        if run.store.given_up:
-            raise RunError(run.store.given_up)
 
 
 def position(state: TrainState, pipeline: BatchSource) -> int:
@@ -419,12 +410,8 @@ def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
     return reason
 
 
-def _is_left(run: Run, step: int, hook: Hook) -> bool:
-    """Return whether the last stop has left a hook to be called, at the step at which the run resumes."""
-    return not hook.is_done(run, step) or _is_users_left(run, step, hook)
-
-
 def _is_users_left(run: Run, step: int, hook: Hook) -> bool:
+    """Return whether the last stop has left a user's hook to be called, at the step at which the run resumes."""
     return run.parts.callbacks.hooks_left_at == step and hook in run.parts.users_hooks
 
 

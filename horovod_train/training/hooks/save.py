@@ -81,27 +81,22 @@ class Save:
 def save_by_time(run: Run, minutes: float | None, save: Save, steps_per_call: int) -> Hook:
     """Make a hook that saves every `minutes`, or never, after a call at whose end ranks exchange anyway.
 
-    A save makes ranks equal, so that elsewhere the result of the run would depend on the clock.
+    A save makes ranks equal, so that elsewhere the result of the run would depend on the clock: root's, which all ranks
+    read about once a second.
     """
-    steps = run.state.synchronization.next_sync_step(steps_per_call)
-    return every(None if minutes is None else steps, _SaveByTime(run, minutes or 0.0, save))
+    if minutes is None:
+        return every(None, save)
+    last, pace = time.monotonic(), PeriodicSync(run.group)
 
+    def save_if_due(run: Run, step: int) -> None:
+        nonlocal last
+        if pace.is_due():
+            (is_over,) = pace.meet([float(run.group.is_root and time.monotonic() - last >= 60 * minutes)])
+            if is_over:
+                last = time.monotonic()
+                save(run, step)
 
-class _SaveByTime:
-    """Saves every `minutes` by root's clock, which all ranks read about once a second, after a call."""
-
-    def __init__(self, run: Run, minutes: float, save: Save) -> None:
-        self._minutes, self._save = minutes, save
-        self._last, self._pace = time.monotonic(), PeriodicSync(run.group)
-
-    def __call__(self, run: Run, step: int) -> None:
-        if not self._pace.is_due():
-            return
-        is_over = run.group.is_root and time.monotonic() - self._last >= 60 * self._minutes
-        (is_due,) = self._pace.meet([float(is_over)])
-        if is_due:
-            self._last = time.monotonic()
-            self._save(run, step)
+    return every(run.state.synchronization.next_sync_step(steps_per_call), save_if_due)
 
 
 def place(run: Run, step: int) -> tuple[int, ...]:
