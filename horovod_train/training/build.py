@@ -255,8 +255,7 @@ def build_training(
     # Before the trial, which shows what they refuse, and after it, because names may be no losses before.
     _take_on_losses(model, shares)
     penalties = add_l2(model, config.train.l2)
-    with shares.noting_losses():
-        tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
+    tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     check_step(config, compiled, optimizers, tried)
     check_exchanges(tried, train, group, "train_step")
     check_added_losses(tried, compiled)

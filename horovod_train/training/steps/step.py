@@ -91,7 +91,11 @@ class Seeds:
     def __init__(self, variables: Sequence[tf.Variable], seed: int, rank: int) -> None:
         """variables: the states of the generators, uint32 [2] each."""
         self._variables = variables
-        self.keys = [_seed_key(seed, rank, index) for index in range(len(variables))]
+        bits = seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9
+        mixed = mix(
+            np.array([(bits + index * 0x94D049BB133111EB) % 2**64 for index in range(len(variables))], np.uint64)
+        )
+        self.keys: list[int] = (mixed % 2**32).tolist()
 
     def set(self, step: tf.Tensor) -> None:
         """In the compiled step: set all of them. step: int64 scalar."""
@@ -102,12 +106,6 @@ class Seeds:
             for variable, key in zip(self._variables, self.keys, strict=True):
                 state = tf.stack([tf.bitwise.bitwise_xor(tf.constant(key, tf.int64), turn), counter])
                 variable.assign(tf.cast(tf.cast(state, tf.uint32), variable.dtype))
-
-
-def _seed_key(seed: int, rank: int, index: int) -> int:
-    """Return 32 well-mixed bits."""
-    bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
-    return int(mix(np.array([bits], np.uint64))[0]) % 2**32
 
 
 class PassResult(NamedTuple):
@@ -274,7 +272,9 @@ class TrainStep:
         loss: tf.Tensor | None = None
         result: PassResult | None = None
         for part in parts[:-1]:
-            result = self._collect(_after((earlier, result), part), totals)
+            part = _after((earlier, result), part)
+            with tf.name_scope("pass"):  # traced once for all passes of its shape
+                result = self._collect_function(part, totals, by_xla=self.jit_compile)
             for path, gradients in result.gradients.items():
                 earlier[path] = add_lists(earlier.get(path), gradients)
             self.figures.add(result.logs, part.count)
@@ -306,12 +306,8 @@ class TrainStep:
             loss = tf.math.multiply_no_nan(loss, part.share)
         return PassResult(logs, loss, {})
 
-    def _collect(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
-        """Run a pass whose gradients are returned, which is traced once for all passes of its shape."""
-        with tf.name_scope("pass"):
-            return self._collect_function(part, totals, by_xla=self.jit_compile)
-
     def _collect_in_function(self, part: Part, totals: Sequence[tf.Tensor] | None, *, by_xla: bool) -> PassResult:
+        """Run a pass whose gradients are returned."""
         with self.update.collecting() as gradients:
             result = self._apply(part, totals, by_xla=by_xla)
         return PassResult(dict(result.logs), result.loss, dict(gradients))
@@ -587,6 +583,4 @@ def _after(results: Any, part: Part) -> Part:
 
 def _share_of_step(parts: Sequence[Part]) -> tf.Tensor | None:
     """Return the rank's share of the step, given those of its passes; None: 1."""
-    if len(parts) == 1:
-        return parts[0].share
-    return tf.add_n([tf.constant(1.0) if part.share is None else part.share for part in parts])
+    return parts[0].share if len(parts) == 1 else tf.add_n([part.share for part in parts])
