@@ -241,7 +241,10 @@ def open_run(config: Config) -> Iterator[Run]:
                 is_ours=lease.is_ours,
             )
             rank_log.make_folder(output.directory)
-        log_file = _open_rank_log(config, group)
+        host, device = group.hosts[group.rank], group.devices[group.rank].name
+        first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
+        # The only file of ranks other than root, except the audit of data.audit.
+        log_file = rank_log.open_rank_log(_output_dir(config), group.rank, host, start_text=first_line)
         stack.enter_context(logs.to_file(log_file.write))
         # Around the run's end, which first shows the error and tells the other ranks.
         stack.enter_context(_output_told_of_failure(output, lease))
@@ -265,10 +268,15 @@ def open_run(config: Config) -> Iterator[Run]:
         if line := kept_batch(asked, config, group.size):
             log.info(line)
         _introduce(group, config)
-        data = _open_data(config, group)
-        if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
-            found = with_inputs_of(config.data, data["train"])
-            config = dataclasses.replace(config, data=with_class_names_of(found, data["train"]))
+        data: Mapping[Split, Records | BatchSource]
+        if config.data.dataset:
+            data = open_streams(config, group)
+        else:
+            splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
+            data = records = open_on_all_ranks(config.data, splits, group)
+            # Commands that read other records ask for the inputs of this run.
+            found = with_inputs_of(config.data, records["train"])
+            config = dataclasses.replace(config, data=with_class_names_of(found, records["train"]))
         model = None
         if is_users(config.model.name):
             model = group.call_in_turns(lambda: build_first_model(config), f"calling {config.model.name}")
@@ -290,14 +298,6 @@ def _measured_phase(group: WorkerGroup, train_step: TrainStep) -> str | None:
     return name if name == HOOK or (name == "exchange" and outer_phase in (TRAIN, HOOK)) else None
 
 
-def _open_data(config: Config, group: WorkerGroup) -> Mapping[Split, Records | BatchSource]:
-    """Collective: open the records of each split, or the stream."""
-    if config.data.dataset:
-        return open_streams(config, group)
-    splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
-    return open_on_all_ranks(config.data, splits, group)
-
-
 def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
     memory = traced_memory_environment() if config.log.profile_at_steps else {}
@@ -309,13 +309,6 @@ def _environment(config: Config) -> dict[str, str]:
 def _output_dir(config: Config) -> str:
     assert config.output_dir is not None
     return config.output_dir
-
-
-def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
-    """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
-    host, device = group.hosts[group.rank], group.devices[group.rank].name
-    first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
-    return rank_log.open_rank_log(_output_dir(config), group.rank, host, start_text=first_line)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from horovod_train.config.registry import suggest
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import method_replaced
+from horovod_train.keras_seams import results_noted
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import by_path
 
@@ -125,20 +125,12 @@ def _noting_outputs(
 ) -> AbstractContextManager[None]:
     """Add what the layers return inside the block to `noted`: each tensor of each call, in every kind of model."""
 
-    def noting(layer: keras.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_and_note(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            for name in [name for name, each in layers.items() if each is layer]:
-                noted[name] += [
-                    tensor
-                    for tensor in tf.nest.flatten(outputs)
-                    if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating
-                ]
-            return outputs
+    def note(layer: keras.Layer, outputs: Any) -> None:
+        tensors = [tensor for tensor in tf.nest.flatten(outputs) if isinstance(tensor, tf.Tensor)]
+        for name in [name for name, each in layers.items() if each is layer]:
+            noted[name] += [tensor for tensor in tensors if tensor.dtype.is_floating]
 
-        return call_and_note
-
-    return method_replaced(layers.values(), "call", noting)
+    return results_noted(layers.values(), "call", note)
 
 
 def _without_padding(output: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
