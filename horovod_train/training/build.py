@@ -34,7 +34,7 @@ from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
-from horovod_train.training.losses import held_losses, losses_of
+from horovod_train.training.losses import losses_of
 from horovod_train.training.refusals import (
     check_added_losses,
     check_exchanges,
@@ -310,9 +310,7 @@ def build_training(
         phase_variable=phase_variable,
         accumulate_steps=config.train.accumulate_steps,
         counts_ahead=needs_divisors and "train_step" not in compiled.own,
-        losses_inside=bool(held_losses(model)),
         jit_compile=config.jit_compile,
-        counts_ranks=sent.op == "adasum",
         labels=compiled.label_counts([*targets] if isinstance(targets, dict) else [""]),
         assigned=tried.assigns,
         max_skips_in_a_row=max_skips,

@@ -24,6 +24,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count, synchronised_statistics
 from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
+from horovod_train.training.losses import held_losses
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
@@ -139,12 +140,8 @@ class TrainStep:
     accumulate_steps: int = 1
     counts_ahead: bool = False
     """Whether ranks exchange what losses are divided by before the passes: where there are several, and for XLA."""
-    losses_inside: bool = False
-    """Whether the model and its layers hold losses, which they may call as they compute, and in training only."""
     jit_compile: bool = False
     """Whether XLA compiles the forward and the backward pass, and nothing else."""
-    counts_ranks: bool = False
-    """Whether the exchange counts ranks that have records, as Adasum does, to which a gradient of 0 is none."""
     labels: Mapping[str, int] = field(default_factory=dict)
     """Of targets that are labels, for how many of those the model has outputs; "" for a single target."""
     assigned: Sequence[tf.Variable] = ()
@@ -159,6 +156,8 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._model = self.state.model
+        # It counts ranks that have records: to Adasum a gradient of 0 is none.
+        self._counts_ranks = self.update.exchange.op == "adasum"
         self.seeds = Seeds(self.state.seeds, self.seed, self.rows.group.rank)
         if self.update.optimizers.scales_loss:
             self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
@@ -325,13 +324,13 @@ class TrainStep:
         return tf.unstack(self.shares.group.sum_in_step(tf.stack(sums), "step.divisors"))
 
     def _ranks_with_records(self, parts: Sequence[Part], size: StepSize) -> tf.Tensor | None:
-        """Collective, if `counts_ranks`: return which part of the ranks has records in a step; None: all have.
+        """Collective, with Adasum: return which part of the ranks has records in a step; None: all have.
 
         Adasum of equal gradients is their mean, and that of ranks without records leaves it as it is: there the shares
         of the others, N · rows here / rows of all, are to be M · rows here / rows of all, with M ranks that have some.
         """
         share, ranks = _share_of_step(parts), self.rows.group.size
-        if not self.counts_ranks or size.is_full or share is None or ranks == 1:
+        if not self._counts_ranks or size.is_full or share is None or ranks == 1:
             return None
         return self.rows.group.sum_in_step(tf.cast(share > 0, tf.float32), "step.ranks") / ranks
 
@@ -342,7 +341,8 @@ class TrainStep:
         # also the loops of recurrent layers, which would be stateful if they read variables.
         values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
         with keras.StatelessScope(values), self.shares.noting_divisors() as noted:
-            outputs = self._model(x, training=self.losses_inside)
+            # Losses that the model and its layers hold may be called as they compute, and in training only.
+            outputs = self._model(x, training=bool(held_losses(self._model)))
             loss_in_training(self._model, x, y, outputs, weights)
         return noted
 
@@ -419,7 +419,7 @@ class TrainStep:
     @property
     def _counts(self) -> bool:
         """Whether ranks exchange numbers of records or ranks, or what losses are divided by, before they compute."""
-        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead or self.counts_ranks)
+        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead or self._counts_ranks)
 
     def _end_update(
         self, failed: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None
