@@ -322,7 +322,9 @@ def _averages(config: Config, compiled: Compiled) -> Averages:
     kept = [] if compiled.has_own_optimizers else averages_of(compiled.model.optimizer)
     if kept and config.train.ema_decay is not None:
         raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
-    return Averages(kept, are_of_optimizer=True) if kept else MovingAverages(compiled.model, config.train.ema_decay)
+    if config.train.ema_decay is not None:
+        return MovingAverages(compiled.model, config.train.ema_decay)
+    return Averages(kept, are_of_optimizer=bool(kept))
 
 
 def build_evaluation(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         every(None if is_by_epoch else config.log.every_steps, log_training),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         at([run.parts.last_step], log_training),  # now: a checkpoint of this step must not be newer than its line
-        every(None, log_training.between_lines, at_end="always"),
+        every(None, partial(log_training, keep=True), at_end="always"),  # where a run ends early, between two lines
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change

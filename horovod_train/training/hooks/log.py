@@ -36,11 +36,8 @@ class LogTraining:
         self._skipped: set[int] = set()
         """The records that any rank has skipped, as known at the last line."""
 
-    def between_lines(self, run: Run, step: int) -> None:
-        """Write a line where a run ends early, and keep its figures: the next line, after a resume, counts them too."""
-        self(run, step, keep=True)
-
     def __call__(self, run: Run, step: int, *, keep: bool = False) -> None:
+        """keep: whether the next line, as after a resume, counts these figures too."""
         if step == self._last_step:
             return  # no new steps
         self._last_step = step

@@ -8,6 +8,7 @@ gradient then has too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -271,12 +272,8 @@ def _of_all_ranks(base: type) -> type:
 def _divisor(loss: keras.losses.Loss, values: Any, outputs: Any, weights: Any) -> tf.Tensor | None:
     """Return what Keras divides the sum of the values by, as in keras.losses.Loss; None: by rows alone."""
     # Masks count in the dtype of the loss, as there.
-    masks = [mask for mask in (mask_of(outputs), mask_of(values)) if mask is not None]
-    mask = None
-    for each in masks:
-        each = tf.cast(each, tf.bool)
-        mask = each if mask is None else tf.logical_and(mask, each)
-    counted = None if mask is None else tf.cast(mask, tf.float32)
+    masks = [tf.cast(mask, tf.bool) for mask in (mask_of(outputs), mask_of(values)) if mask is not None]
+    counted = tf.cast(functools.reduce(tf.logical_and, masks), tf.float32) if masks else None
     if loss.reduction != "mean_with_sample_weight" or weights is None:
         return None if counted is None else tf.reduce_sum(counted)
     weights = tf.cast(weights, tf.float32)

@@ -475,12 +475,11 @@ class TrainStep:
 
     def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
         averages, step = self.state.averages, tf.identity(self.state.step)
-        if not isinstance(averages, MovingAverages) or not averages.variables:
-            return
-        if is_left_out is None:
-            averages.update(step)
-        else:
-            tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
+        if isinstance(averages, MovingAverages):
+            if is_left_out is None:
+                averages.update(step)
+            else:
+                tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
