@@ -67,22 +67,6 @@ class PhaseVariable:
         return int(self._step), phase, files_being_read() if phase == "input" else ""
 
 
-class BatchCounter:
-    """The probe of a Heartbeat for compiled evaluation. step: the training steps before it."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        with tf.device("CPU:0"):
-            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def count(self) -> None:
-        """Count a batch, inside the compiled call."""
-        self._batches.assign_add(1, read_value=False)
-
-    def __call__(self) -> tuple[int, None, str]:
-        return self.step, None, f"batch {int(self._batches)}"
-
-
 class Seeds:
     """Sets the model's random generators, such as dropout's, by (seed, rank, layer, step).
 
@@ -509,7 +493,10 @@ class EvalStep:
     seeds: Seeds
 
     def __post_init__(self) -> None:
-        self.counter = BatchCounter()
+        self.trained_steps = 0
+        """Those before the evaluation, for `counter`."""
+        with tf.device("CPU:0"):  # as in PhaseVariable
+            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._rows_per_batch = 0
         self.retrace()
         self._begin = tf.function(lambda: self.seeds.set(tf.constant(0, tf.int64)), autograph=False)
@@ -521,6 +508,10 @@ class EvalStep:
     def has_compiled(self, size: StepSize) -> bool:
         """Return whether `run` need not compile first for steps of this size."""
         return size in self._runs
+
+    def counter(self) -> tuple[int, None, str]:
+        """Tell how far the evaluation is: a probe of a Heartbeat, which calls it in a thread."""
+        return self.trained_steps, None, f"batch {int(self._batches)}"
 
     def run(self, batches: Batches, steps: int, size: StepSize) -> None:
         """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
@@ -549,7 +540,7 @@ class EvalStep:
             with self.shares.of_pass(part.share):
                 self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
             self.metrics.add(logs, part.count)
-            self.counter.count()
+            self._batches.assign_add(1, read_value=False)
             return ()
 
         return for_each_batch(cursor, steps, one_step, ())
