@@ -98,12 +98,10 @@ def try_step(
     def traced() -> Any:
         return tf.function(trace, autograph=False).get_concrete_function(spec)
 
-    metrics = metrics_in(model)
-    variables = [variable for metric in metrics for variable in metric.variables]
+    variables_before = [len(metric.variables) for metric in metrics_in(model)]
     try:
         function = traced()
-        found = metrics_in(model)
-        if len(found) != len(metrics) or len([v for metric in found for v in metric.variables]) != len(variables):
+        if [len(metric.variables) for metric in metrics_in(model)] != variables_before:
             function = traced()  # the first trace has made metrics, whose results it has not noted
     except RunError:
         raise
