@@ -455,16 +455,13 @@ def _plans_differ(plans: list[tuple[int, int]]) -> UserError:
 
 
 def _plans_text(plans: list[tuple[int, int]]) -> str:
-    ranks_by_plan: dict[tuple[int, int], list[int]] = {}
-    for rank, plan in enumerate(plans):
+    ranks_by_plan: dict[str, list[int]] = {}
+    for rank, (epoch, batches) in enumerate(plans):
+        plan = f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
+        if batches == _STOPS:
+            plan = f"stops after epoch {epoch}"
         ranks_by_plan.setdefault(plan, []).append(rank)
-    return "; ".join(f"{_ranks_text(ranks)}: {_plan_text(*plan)}" for plan, ranks in ranks_by_plan.items())
-
-
-def _plan_text(epoch: int, batches: int) -> str:
-    if batches == _STOPS:
-        return f"stops after epoch {epoch}"
-    return f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
+    return "; ".join(f"{_ranks_text(ranks)}: {plan}" for plan, ranks in ranks_by_plan.items())
 
 
 def _ranks_text(ranks: list[int]) -> str:

@@ -30,6 +30,7 @@ from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
 from horovod_train.shown_text import listed
+from horovod_train.training import initial_state
 from horovod_train.training.hooks import Hook, HookFunction, at, every
 from horovod_train.training.hooks.evaluate import (
     begin_callbacks,
@@ -41,15 +42,6 @@ from horovod_train.training.hooks.evaluate import (
 )
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, check_agreement, place, save_by_time, saving
-from horovod_train.training.initial_state import (
-    check_contents,
-    how_built,
-    restore,
-    steps_of_hooks,
-    structure,
-    take_initial_weights,
-    users_code,
-)
 from horovod_train.training.open_run import Run, open_run
 from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Copies, TrainState
 from horovod_train.training.steps.figures import FIGURES_BY_RANK
@@ -69,10 +61,10 @@ def run(config: Config) -> int:
     user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     with open_run(config) as run:
-        of_ranks = restore(run)
-        take_initial_weights(run)
-        settings = as_dict(run.config)
-        facts = users_code(settings) | steps_of_hooks(run) | structure(run.state.model)
+        of_ranks = initial_state.restore(run)
+        initial_state.take_initial_weights(run)
+        settings, model = as_dict(run.config), run.state.model
+        facts = initial_state.users_code(settings) | initial_state.steps_of_hooks(run) | initial_state.structure(model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
@@ -80,13 +72,13 @@ def run(config: Config) -> int:
         run.group.broadcast([*run.state.variables().values(), train_step.skipped, train_step.skipped_in_a_row])
         run.state.restore_loss_average(run.group, of_ranks.get(LOSS_AVERAGE_BY_RANK))
         train_step.figures.restore(run.group, of_ranks.get(FIGURES_BY_RANK))
-        finalize(run.state.model)
-        held = contents(run.state.model)
+        finalize(model)
+        held = contents(model)
         consistency.check(run.group, held, "at the start", RanksStartApart)
-        held |= how_built(run.state.model, settings)
+        held |= initial_state.how_built(model, settings)
         with run.group.raise_together():
             if run.checkpoint:
-                check_contents(held, run.checkpoint)
+                initial_state.check_contents(held, run.checkpoint)
         # At the end of an epoch before hooks: an evaluation that a stop interrupted comes before more is trained.
         run.parts.freezing.apply(int(run.state.epoch) - (int(run.state.records) == 0))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")

@@ -103,6 +103,8 @@ def evaluate(batches: Pipeline, model: keras.Model, **sections: Any) -> EvalStep
 class OfOneRank:
     """In place of a GradientExchange, which needs Horovod: there is no other rank."""
 
+    op = "average"
+
     def combine_each(self, gradients: Any, name: str) -> list[Any]:
         return list(gradients)
 
