@@ -43,7 +43,7 @@ from horovod_train.training.hooks.evaluate import (
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, check_agreement, place, save_by_time, saving
 from horovod_train.training.open_run import Run, open_run
-from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Copies, TrainState
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, TrainState
 from horovod_train.training.steps.figures import FIGURES_BY_RANK
 from horovod_train.training.steps.histograms import Summaries, draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
@@ -186,7 +186,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     per_epoch = run.parts.train.steps_per_epoch
     # Short epochs have a line each, of all their steps, which also shows the evaluation at their end.
     is_by_epoch = run.parts.eval is not None and config.eval.every_epochs == 1 and per_epoch < config.log.every_steps
-    save = Save(run, first_step, audit, Copies(), held)
+    save = Save(run, audit, held)
     log_training = LogTraining(first_step, per_epoch if is_by_epoch else None)
 
     def epochs(count: int | None) -> int | None:

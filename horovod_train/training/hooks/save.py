@@ -28,16 +28,14 @@ def saving(run: Run) -> Iterator[None]:
 class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
-    first_step: the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
-    interrupted is called first. copies: on root, the memory for what is saved. held: what the model computes with
-    besides weights, for Facts.contents.
+    Made at the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
+    interrupted is called first. held: what the model computes with besides weights, for Facts.contents.
     """
 
-    def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies, held: Mapping[str, str]) -> None:
-        self._audit, self._copies = audit, copies
-        self._start = place(run, first_step)
+    def __init__(self, run: Run, audit: Audit, held: Mapping[str, str]) -> None:
+        self._audit, self._held, self._copies = audit, held, Copies()
+        self._start = place(run, int(run.state.step))
         self._saved: tuple[int, ...] | None = self._start
-        self._held = held
         config = run.config.checkpoint
         if run.group.is_root and (
             config.every_steps or config.every_epochs or config.every_minutes is not None or config.best
