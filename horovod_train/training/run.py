@@ -153,8 +153,7 @@ def _check_room(run: Run, first_step: int) -> None:
     config = run.config.checkpoint
     saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
     bytes_each = run.parts.checkpoint_bytes(run.group.size)
-    if run.config.output_dir is not None:
-        run.stopping.expect_save(bytes_each)
+    run.stopping.expect_save(bytes_each)
     run.store.check_room(bytes_each, most_at_once(config, saves))
 
 
