@@ -105,8 +105,9 @@ def _drift(run: Run, step: int) -> dict[str, float]:
         return {}
     values = {"ranks_apart": drift.ranks_apart}
     if drift.moves:
-        values["unchanged_parameters"] = sum(not changed for each in drift.moves.values() for changed in each.changed)
-        run.output.append_parameters(step, {path: each._asdict() for path, each in drift.moves.items()})
+        changes = (change for moves in drift.moves.values() for change in moves["changed"])
+        values["unchanged_parameters"] = sum(not change for change in changes)
+        run.output.append_parameters(step, drift.moves)
     return values
 
 
