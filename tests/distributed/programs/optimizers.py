@@ -16,7 +16,7 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from horovod_train.tensorflow import DistributedOptimizer
-from horovod_train.tensorflow.agreement import Guards, switch
+from horovod_train.tensorflow.agreement import guards
 
 
 class Parts(keras.utils.PyDataset):
@@ -79,9 +79,9 @@ facts["uneven"] = {
     "two_steps_a_call": sha(fit(sgd(), callbacks=in_step, rows=few, compiled={"steps_per_execution": 2})),
 }
 facts["even"] = {batches: sha(fit(sgd(), rows=8 * batches)) for batches in (2, 3)}
-switch(Guards(end_epochs_together=False))
+guards.end_epochs_together = False
 facts["uneven_refused"] = error_of(lambda: fit(sgd(), callbacks=in_step, rows=few))
-switch(Guards())
+guards.end_epochs_together = True
 facts["stopped_alone"] = error_of(lambda: fit(sgd(), callbacks=[*in_step, StopOneRank()]))
 stream = tf.data.Dataset.from_tensor_slices(data(rank)).batch(8).filter(lambda *_: True)
 endless = build_model(0)
