@@ -359,8 +359,9 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
     run = run_of(store)
     run.output = RunOutput(tmp_path)
     run.output.append_metrics("train", 1, 0, {"loss": 1.0})
+    save = Save(run, Audit(), {})
     run.state.step.assign(1)
-    Save(run, Audit(), {})(run, 1)
+    save(run, 1)
     assert store.wait() is None
     assert synced[0] == ("metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size)
     assert len(synced) > 1
