@@ -9,7 +9,7 @@ import collections
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -215,3 +215,23 @@ def method_replaced(
     finally:
         for each, before in zip(unique, own, strict=True):
             delattr(each, name) if before is None else setattr(each, name, before)
+
+
+def results_noted(
+    objects: Iterable[Any], name: str, note: Callable[[Any, Any], None], scope: str | None = None
+) -> AbstractContextManager[None]:
+    """Inside the block, pass each object and what its method of that name returns to `note`.
+
+    scope: of the names of the operations that the method makes, if they get one.
+    """
+
+    def noting(each: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_note(*args: Any, **kwargs: Any) -> Any:
+            with tf.name_scope(scope) if scope else nullcontext():
+                result = method(*args, **kwargs)
+            note(each, result)
+            return result
+
+        return call_and_note
+
+    return method_replaced(objects, name, noting)

@@ -34,7 +34,7 @@ from horovod_train.keras.fit import (
 from horovod_train.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
 from horovod_train.keras_seams import weights_of_slots
 from horovod_train.shown_text import listed
-from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of, set_awaits_broadcast
+from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
 
@@ -128,7 +128,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         for callback in callbacks:
             if isinstance(callback, BestModelCheckpoint):
                 callback.root_rank = self.root_rank
-        is_shared = guards().files_on_root_only
+        is_shared = guards.files_on_root_only
         if is_shared:
             _keep_to_root(callbacks, self.root_rank)
         needs_averages, self._compares_losses = _find_needs(callbacks, self, shares_backup=is_shared)
@@ -138,13 +138,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             restore_from_root(callbacks, self.model, self.root_rank)
         # Root may have loaded weights that others lack so far.
         (is_missing,) = _on_any_rank("built", not all(layer.built for layer in layers_inside(self.model)))
-        set_awaits_broadcast(is_missing)  # the first batches are one compiled call, of ten exchanges or more
+        guards.awaits_broadcast = is_missing  # the first batches are one compiled call, of ten exchanges or more
         if not is_missing:
             self._broadcast()
 
     def _broadcast(self) -> None:
         self._has_broadcast = True
-        set_awaits_broadcast(False)
+        guards.awaits_broadcast = False
         model, weights, optimizer = self.model, self.model.weights, optimizer_of(self.model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -154,7 +154,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         with tf.device(self._device):
             broadcast_variables(shared, self.root_rank)
         self._derive_anew()
-        if guards().check_weights:
+        if guards.check_weights:
             _check_contents(model, self.root_rank)
 
     def _derive_anew(self) -> None:
@@ -219,7 +219,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _end_together(self, plans: list[tuple[int, int]]) -> None:
         """End this epoch after the fewest batches that a rank has; raise UserError if that cannot be."""
         epochs, batches = {epoch for epoch, _ in plans}, min(batches for _, batches in plans)
-        if not guards().end_epochs_together or len(epochs) > 1 or batches < 1:
+        if not guards.end_epochs_together or len(epochs) > 1 or batches < 1:
             raise _plans_differ(plans)
         per_call = self.model.steps_per_execution
         if batches < per_call:
@@ -259,7 +259,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
         combiner = getattr(optimizer_of(self.model), "gradient_combiner", None)
         ranks = combiner.process_set if combiner else hvd.global_process_set
-        if not guards().check_weights or not ranks.included():
+        if not guards.check_weights or not ranks.included():
             return
         variables = [variable for variable in self.model.trainable_variables if not self._is_local(variable)]
         rank_digests = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
@@ -455,16 +455,13 @@ def _plans_differ(plans: list[tuple[int, int]]) -> UserError:
 
 
 def _plans_text(plans: list[tuple[int, int]]) -> str:
-    ranks_by_plan: dict[tuple[int, int], list[int]] = {}
-    for rank, plan in enumerate(plans):
+    ranks_by_plan: dict[str, list[int]] = {}
+    for rank, (epoch, batches) in enumerate(plans):
+        plan = f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
+        if batches == _STOPS:
+            plan = f"stops after epoch {epoch}"
         ranks_by_plan.setdefault(plan, []).append(rank)
-    return "; ".join(f"{_ranks_text(ranks)}: {_plan_text(*plan)}" for plan, ranks in ranks_by_plan.items())
-
-
-def _plan_text(epoch: int, batches: int) -> str:
-    if batches == _STOPS:
-        return f"stops after epoch {epoch}"
-    return f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
+    return "; ".join(f"{_ranks_text(ranks)}: {plan}" for plan, ranks in ranks_by_plan.items())
 
 
 def _ranks_text(ranks: list[int]) -> str:

@@ -42,33 +42,21 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Guards:
+    """What ranks check and do together; `init` sets the first three."""
+
     check_weights: bool = True
     """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
     files_on_root_only: bool = True
     """Let callbacks that write files run on one rank of model.fit."""
     end_epochs_together: bool = True
     """End an epoch of model.fit on all ranks where the data of one has ended."""
+    awaits_broadcast: bool = False
+    """Whether `fit` is still to broadcast: until then a tenth exchange in it is not checked. Alike on all ranks."""
 
 
-_guards = Guards()
-_awaits_broadcast = False
-
-
-def switch(guards: Guards) -> None:
-    global _guards
-    _guards = guards
-
-
-def guards() -> Guards:
-    return _guards
-
-
-def set_awaits_broadcast(awaits: bool) -> None:
-    """Say whether `fit` is still to broadcast: until then a tenth exchange in it is not checked. Alike on all ranks."""
-    global _awaits_broadcast
-    _awaits_broadcast = awaits
+guards = Guards()
 
 
 class PerVariable(Generic[T]):
@@ -147,7 +135,7 @@ def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str
     gradients: of the variables, this rank's. If they are equal on all ranks then, the first one says so.
     """
     count = _counters[ranks.process_set_id][variables[0]].assign_add(1)
-    if guards().check_weights and not is_alone(ranks):
+    if guards.check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
         with tf.device("CPU:0"):  # on a GPU the host would wait for the result in every step
             is_due = tf.equal(count, CHECKED_EXCHANGE)
@@ -158,11 +146,11 @@ def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str
 
 def _compare(variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
     names = [name_of(variable) for variable in variables]
-    may_await_broadcast = _awaits_broadcast and _is_in_fit()  # a `fit` that has failed leaves it True
+    may_await_broadcast = guards.awaits_broadcast and _is_in_fit()  # a `fit` that has failed leaves it True
 
     def check(rows: np.ndarray) -> bool:
         global _disagreement
-        if may_await_broadcast and _awaits_broadcast:
+        if may_await_broadcast and guards.awaits_broadcast:
             return True
         taking_part = np.flatnonzero(rows[:, 0])
         try:

@@ -277,7 +277,9 @@ class GradientCombiner:
             for number, bucket in enumerate(self._split_by_dtype(gradients, variables)):
                 if len(bucket) == 1:
                     (i,) = bucket
-                    exchanged[i] = self._combine(gradients[i], f"{prefix}.gradient.{places[i]}")
+                    is_sparse = isinstance(gradients[i], tf.IndexedSlices) and not self.exchange.sparse_as_dense
+                    with tf.device(self.device_sparse if is_sparse else self.device_dense):
+                        exchanged[i] = self.exchange(gradients[i], f"{prefix}.gradient.{places[i]}")
                     continue
                 with tf.device(self.device_dense):
                     results = self.exchange.combine_together([gradients[i] for i in bucket], f"{prefix}.group.{number}")
@@ -287,11 +289,6 @@ class GradientCombiner:
         for i, gradient in in_turn(prefix, {i: combined[i] for i in indices}, exchange, self.process_set).items():
             combined[i] = gradient
         return combined
-
-    def _combine(self, grad: Any, name: str) -> Any:
-        is_sparse = isinstance(grad, tf.IndexedSlices) and not self.exchange.sparse_as_dense
-        with tf.device(self.device_sparse if is_sparse else self.device_dense):
-            return self.exchange(grad, name)
 
     def _split_by_dtype(self, grads: Mapping[int, Any], variables: Sequence[Any]) -> Iterator[list[int]]:
         """Yield the indices of gradients that are exchanged together: those of one dtype in each group."""

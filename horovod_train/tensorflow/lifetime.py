@@ -91,7 +91,9 @@ def init(
             "elastic script. Leave them out."
         )
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else LIMITS
-    agreement.switch(agreement.Guards(check_weights, files_on_root_only, end_epochs_together))
+    guards = agreement.guards
+    guards.check_weights, guards.files_on_root_only = check_weights, files_on_root_only
+    guards.end_epochs_together = end_epochs_together
     environment = _stall_environment(limits) if watch_ranks and not is_elastic else None
     _started = start_process(environment=environment, process_sets=process_sets)
     _process_sets[:] = () if isinstance(process_sets, str) else process_sets or ()

@@ -30,23 +30,12 @@ from horovod_train.keras_seams import averages_of
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, build_model, overridden
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.optim.schedules import build_horizon
+from horovod_train.training import refusals
 from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
-from horovod_train.training.losses import held_losses, losses_of
-from horovod_train.training.refusals import (
-    check_added_losses,
-    check_exchanges,
-    check_l2_is_read,
-    check_loss_is_known,
-    check_norms_are_trained,
-    check_precision,
-    check_step,
-    check_sums_are_exchanged,
-    check_watched,
-    list_warnings,
-)
+from horovod_train.training.losses import losses_of
 from horovod_train.training.state import Averages, MovingAverages, TrainState, find_seeds
 from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.histograms import check_names, find_layers
@@ -136,9 +125,9 @@ def build_components(
     tracked = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
     shares = Shares(group)
     train_step = build_training(config, group, compiled, train, shares, tracked)
-    state, warnings = train_step.state, tuple(list_warnings(config, group.size, train_step))
+    state, warnings = train_step.state, tuple(refusals.list_warnings(config, group.size, train_step))
     evaluation = build_evaluation(config, group, compiled, eval_, shares) if eval_ else None
-    check_watched(config, evaluation)
+    refusals.check_watched(config, evaluation)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
     callbacks = load_callbacks(config.callbacks)
@@ -184,7 +173,7 @@ def _cut(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) 
 def _prepare_model(model: keras.Model, config: Config, group: WorkerGroup) -> keras.Model:
     """Return the model as it trains: on this rank's devices, cut into stages if there are several. Raises UserError."""
     devices = group.devices[group.rank].logical
-    check_precision(model, config.precision)
+    refusals.check_precision(model, config.precision)
     if config.model.init_from and is_users(config.model.init_from):
         load_function(config.model.init_from, "model.init_from")  # on every rank, so that their code can be compared
     enable_lora(model, config.model.lora)
@@ -247,7 +236,7 @@ def build_training(
     shares: one for training and evaluation, because the model's losses follow one.
     """
     model, where = compiled.model, _where(config, "train")
-    check_norms_are_trained(config, model)
+    refusals.check_norms_are_trained(config, model)
     optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
     if not compiled.own:
@@ -255,16 +244,15 @@ def build_training(
     # Before the trial, which shows what they refuse, and after it, because names may be no losses before.
     _take_on_losses(model, shares)
     penalties = add_l2(model, config.train.l2)
-    with shares.noting_losses():
-        tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
-    check_step(config, compiled, optimizers, tried)
-    check_exchanges(tried, train, group, "train_step")
-    check_added_losses(tried, compiled)
-    check_l2_is_read(config, compiled, [penalty.is_read for penalty in penalties])
+    tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
+    refusals.check_step(config, compiled, optimizers, tried)
+    refusals.check_exchanges(tried, train, group, "train_step")
+    refusals.check_added_losses(tried, compiled)
+    refusals.check_l2_is_read(config, compiled, [penalty.is_read for penalty in penalties])
     _take_on_losses(model, shares)
     changed = _changed_by_forward_pass(model, tried)
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
-    check_sums_are_exchanged(config, changed, forward_state)
+    refusals.check_sums_are_exchanged(config, changed, forward_state)
     needs_divisors = bool(losses_of(model)) and (config.jit_compile or config.train.accumulate_steps > 1)
     sent = config.horovod
     exchange = GradientExchange(
@@ -311,9 +299,7 @@ def build_training(
         phase_variable=phase_variable,
         accumulate_steps=config.train.accumulate_steps,
         counts_ahead=needs_divisors and "train_step" not in compiled.own,
-        losses_inside=bool(held_losses(model)),
         jit_compile=config.jit_compile,
-        counts_ranks=sent.op == "adasum",
         labels=compiled.label_counts([*targets] if isinstance(targets, dict) else [""]),
         assigned=tried.assigns,
         max_skips_in_a_row=max_skips,
@@ -325,7 +311,9 @@ def _averages(config: Config, compiled: Compiled) -> Averages:
     kept = [] if compiled.has_own_optimizers else averages_of(compiled.model.optimizer)
     if kept and config.train.ema_decay is not None:
         raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
-    return Averages(kept, are_of_optimizer=True) if kept else MovingAverages(compiled.model, config.train.ema_decay)
+    if config.train.ema_decay is not None:
+        return MovingAverages(compiled.model, config.train.ema_decay)
+    return Averages(kept, are_of_optimizer=bool(kept))
 
 
 def build_evaluation(
@@ -334,14 +322,14 @@ def build_evaluation(
     """Try the model's test_step on the shapes of a batch. Raises UserError."""
     model = compiled.model
     if "train_step" in compiled.own and "test_step" not in compiled.own:
-        check_loss_is_known(compiled)
+        refusals.check_loss_is_known(compiled)
     rows = _rows(config, group, compiled, pipeline, training=False)
     _take_on_losses(model, shares)
     tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
     check_variables(tried.assigns, known, "test_step changes")
-    check_exchanges(tried, pipeline, group, "test_step")
-    check_added_losses(tried, compiled)
+    refusals.check_exchanges(tried, pipeline, group, "test_step")
+    refusals.check_added_losses(tried, compiled)
     if not tried.calls_compute_metrics:
         why = "because the model's own test_step does not call compute_metrics. Leave it out."
         refuse_given(config, ("metrics", "weighted_metrics"), f"has no effect in evaluations, {why}")
@@ -363,9 +351,8 @@ def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: BatchS
             f"{'data.dataset' if config.data.dataset else 'data.weight'}: weights of records have no effect without "
             "targets: Keras hands over neither. Leave them out, or give data.targets."
         )
-    needs_outputs = bool(compiled.targets) or has_weights or (training and bool(compiled.loss.class_weights))
     outputs = None
-    if needs_outputs:
+    if compiled.targets or has_weights or (training and compiled.loss.class_weights):
         outputs = try_outputs(compiled.model, source.scaled_spec.inputs, _where(config, "train"))
     return Rows(
         group,
@@ -406,9 +393,4 @@ class _Sum(keras.regularizers.Regularizer):
 def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
     """Return the weights that are not trained and that the step assigns, in the model's order."""
     changed = {variable.ref() for variable in tried.assigns}
-    trained = {as_tf_variable(variable).ref() for variable in model.trainable_weights}
-    return [
-        weight
-        for weight in model.weights
-        if as_tf_variable(weight).ref() in changed and as_tf_variable(weight).ref() not in trained
-    ]
+    return [weight for weight in model.non_trainable_weights if as_tf_variable(weight).ref() in changed]

@@ -173,8 +173,8 @@ class Compiled:
             return
         feature, shape = schema.features.get(schema.targets[0]), outputs[0].shape
         is_label = feature and not feature.tensor_shape and feature.tensor_dtype.startswith(("int", "uint"))
+        logits = ", options: {from_logits: true}" if takes_logits(loss) else ""
         if takes_labels(loss) and feature and shape[-1] != 1 and feature.tensor_shape == (*shape[1:],):
-            logits = ", options: {from_logits: true}" if takes_logits(loss) else ""
             name = loss if isinstance(loss, str) else getattr(loss, "name", None) or loss.__name__
             raise UserError(
                 f"loss: {name} compares each record with the number of its class; {schema.targets[0]} holds "
@@ -184,7 +184,6 @@ class Compiled:
         is_of_keras = type(loss).__module__.startswith("keras.") and not isinstance(loss, LOSSES_OF_LABELS)
         if not is_label or not is_of_keras or len(shape) != 2 or (shape[1] or 1) < 2:
             return
-        logits = ", options: {from_logits: true}" if takes_logits(loss) else ""
         raise UserError(
             f"loss: {self.model.name} gives {shape[1]} numbers for each record, and {loss.name} needs as many targets; "
             f"{schema.targets[0]} is one whole number. If it is a class, write loss: {{name: "

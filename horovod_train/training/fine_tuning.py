@@ -6,6 +6,7 @@ Initial weights are of a run, a function of the user, or a file of Keras 3: `.ke
 
 from __future__ import annotations
 
+import itertools
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -115,19 +116,20 @@ def is_lora(path: str) -> bool:
 
 
 def _matching(patterns: Sequence[str], paths: Sequence[str], where: str) -> set[str]:
-    return {path for pattern in patterns for path in _find(pattern, paths, where)}
-
-
-def _find(pattern: str, paths: Sequence[str], where: str) -> list[str]:
-    """Return the paths in which a pattern matches; of "all but NAME, NAME" those of no layer with such a name."""
-    if not pattern.startswith(_ALL_BUT):
-        return find(pattern, paths, where)
-    names = [name.strip() for name in pattern.removeprefix(_ALL_BUT).split(",")]
-    layers = list(dict.fromkeys(layer for path in paths for layer in path.split("/")[:-1]))
-    for name in names:
-        if name not in layers:
-            raise UserError(f"{where}: {pattern}: there is no layer {name!r}; {suggest(name, layers)}")
-    return [path for path in paths if not {*names} & {*path.split("/")[:-1]}]
+    """Return the paths in which a pattern matches; for "all but NAME, NAME" those of no layer with such a name."""
+    layers_of = {path: path.split("/")[:-1] for path in paths}
+    layers = list(dict.fromkeys(itertools.chain(*layers_of.values())))
+    matching: set[str] = set()
+    for pattern in patterns:
+        if not pattern.startswith(_ALL_BUT):
+            matching.update(find(pattern, paths, where))
+            continue
+        names = [name.strip() for name in pattern.removeprefix(_ALL_BUT).split(",")]
+        for name in names:
+            if name not in layers:
+                raise UserError(f"{where}: {pattern}: there is no layer {name!r}; {suggest(name, layers)}")
+        matching.update(path for path in paths if not {*names} & {*layers_of[path]})
+    return matching
 
 
 def multiply_rates(
@@ -384,8 +386,7 @@ def _stored_layers(items: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
         if is_in_vars and isinstance(item, h5py.Dataset) and layer.partition("/")[0] not in _NOT_THE_MODEL:
             weights.setdefault(layer, {})[key] = item
     for layer, stored in weights.items():
-        groups = layer.split("/") if layer else []
-        paths = ["/".join(groups[: number + 1]) for number in range(len(groups))]
+        paths = itertools.accumulate(layer.split("/") if layer else (), "{}/{}".format)
         # A group without `vars` is a list of layers. Keras before 3.10 did not store names.
         names = [_name(items[f"{group}/vars"], group) for group in paths if f"{group}/vars" in items]
         # Numbers, which h5py sorts as strings.

@@ -62,26 +62,29 @@ def restore(run: Run) -> dict[str, np.ndarray]:
 
 
 def _load(run: Run, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    config, parts = run.config, run.parts
+    config, train, train_step, facts = run.config, run.parts.train, run.parts.train_step, checkpoint.facts
     rates = run.state.rates
     variables = {name: variable for name, variable in run.state.variables().items() if name not in rates}
-    versions = _changed_versions(checkpoint.facts)
-    arrays = load(variables, checkpoint, changes=checkpoint.facts.changes(config, _OF_THE_STATE) | versions)
-    _restore_rates(run, arrays, checkpoint.facts)
+    versions = _changed_versions(facts)
+    arrays = load(variables, checkpoint, changes=facts.changes(config, _OF_THE_STATE) | versions)
+    _restore_rates(run, arrays, facts)
     # The rates of a run without a schedule are left too; the log says what the rate is.
     state = ("optimizer/", "ema/", "exchange/")
     if dropped := [name for name in arrays if name.startswith(state) and not name.endswith("/learning_rate")]:
         log.warning(f"{checkpoint.folder}: this run drops what it has no use for: {listed(dropped)}")
-    check_held_out(config, parts.train, checkpoint)
-    check_position(config, parts.train, checkpoint)
+    check_held_out(config, train, checkpoint)
+    check_position(config, train, checkpoint)
     _forget_values(run, checkpoint)
     log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
-    _name_changes(run, checkpoint.facts)
-    train_step = parts.train_step
-    train_step.skipped.assign(checkpoint.facts.skipped)
-    train_step.skipped_in_a_row.assign(checkpoint.facts.skipped_in_a_row)
-    of_figures = _changed_settings(run, checkpoint.facts, [*_MEANING, "loss", "train.l2", "metrics"])
-    if of_figures or checkpoint.facts.figures != train_step.figures.layout:
+    if changes := _changed_settings(run, facts) | versions:
+        changed = [f"{name} {change}" for name, change in changes.items()]
+        if "model.init_from" in changes:
+            changed.append("model.init_from has no effect on a run that resumes")
+        log.info(f"changed since this checkpoint: {'; '.join(changed)}")
+    train_step.skipped.assign(facts.skipped)
+    train_step.skipped_in_a_row.assign(facts.skipped_in_a_row)
+    of_figures = _changed_settings(run, facts, [*_MEANING, "loss", "train.l2", "metrics"])
+    if of_figures or facts.figures != train_step.figures.layout:
         arrays.pop(FIGURES_BY_RANK, None)
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
@@ -89,14 +92,6 @@ def _load(run: Run, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 def _changed_versions(facts: Facts) -> dict[str, str]:
     now = consistency.versions()
     return {name: f"{then} → {now[name]}" for name, then in facts.versions.items() if now.get(name, then) != then}
-
-
-def _name_changes(run: Run, facts: Facts) -> None:
-    if changes := _changed_settings(run, facts) | _changed_versions(facts):
-        parts = [f"{name} {change}" for name, change in changes.items()]
-        if "model.init_from" in changes:
-            parts.append("model.init_from has no effect on a run that resumes")
-        log.info(f"changed since this checkpoint: {'; '.join(parts)}")
 
 
 def _changed_settings(run: Run, facts: Facts, keys: Sequence[str] = ()) -> dict[str, str]:

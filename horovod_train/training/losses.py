@@ -175,9 +175,10 @@ def build_loss(spec: Spec) -> ChosenLoss:
         spec = dataclasses.replace(spec, name="sparse_categorical_crossentropy")
     if spec.name == PER_OUTPUT:
         return _build_terms(spec.options)
-    class_weight = spec.class_weight if isinstance(spec, LossSpec) else {}
-    weights = build_class_weights(class_weight, None, "loss")
-    return ChosenLoss(_build_one(spec, "loss"), class_weights={None: weights} if weights else {})
+    class_weights: dict[str | None, ClassWeights] = {}
+    if isinstance(spec, LossSpec) and spec.class_weight:
+        class_weights[None] = build_class_weights(spec.class_weight, None, "loss")
+    return ChosenLoss(_build_one(spec, "loss"), class_weights=class_weights)
 
 
 def _build_one(spec: Spec, where: str) -> keras.losses.Loss:
@@ -198,27 +199,25 @@ def _build_terms(options: Mapping[str, Any]) -> ChosenLoss:
         raise UserError("loss.options: per_output needs a loss for each output, like {digit: {name: …, weight: 1.0}}.")
     terms = {output: build(LossTerm, value, f"loss.options.{output}") for output, value in options.items()}
     targets = {output: term.target or output for output, term in terms.items()}
-    weights = {
+    class_weights: dict[str | None, ClassWeights] = {
         output: build_class_weights(term.class_weight, targets[output], f"loss.options.{output}")
         for output, term in terms.items()
+        if term.class_weight
     }
     return ChosenLoss(
         {output: _build_one(term, f"loss.options.{output}") for output, term in terms.items()},
         {output: term.weight for output, term in terms.items()},
         targets,
-        {output: each for output, each in weights.items() if each is not None},
+        class_weights,
     )
 
 
-def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
-    """Return the weights of classes; None if there are none. Raises UserError."""
+def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: str) -> ClassWeights:
+    """Return the weights of classes. Raises UserError."""
     if problem := class_weight_problem(by_class):
         raise UserError(f"{where}.class_weight: {problem}")
-    if not by_class:
-        return None
-    return ClassWeights(
-        {int(name): float(weight) for name, weight in by_class.items()}, target, f"{where}.class_weight"
-    )
+    weights = {int(name): float(weight) for name, weight in by_class.items()}
+    return ClassWeights(weights, target, f"{where}.class_weight")
 
 
 def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:

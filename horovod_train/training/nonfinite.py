@@ -188,13 +188,11 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def variables_are_finite(variables: Sequence[tf.Variable]) -> tf.Tensor:
-    """Return whether all floating-point variables are free of NaN and infinity, as `nonfinite_names` finds them.
+    """Return whether all of some floating-point variables are free of NaN and infinity, as `nonfinite_names` finds it.
 
     Looks at each number only if their sum is not finite: large numbers are.
     """
-    values = [variable.read_value() for variable in variables if variable.dtype.is_floating]
-    if not values:
-        return tf.constant(True)
+    values = [variable.read_value() for variable in variables]
     return tf.cond(seem_finite(values), lambda: tf.constant(True), lambda: are_finite(values))
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -147,7 +146,7 @@ class PhaseTimes:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=1.0)  # a look may hang with a stuck process, which then ends without it
 
@@ -242,7 +241,10 @@ def open_run(config: Config) -> Iterator[Run]:
                 is_ours=lease.is_ours,
             )
             rank_log.make_folder(output.directory)
-        log_file = _open_rank_log(config, group)
+        host, device = group.hosts[group.rank], group.devices[group.rank].name
+        first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
+        # The only file of ranks other than root, except the audit of data.audit.
+        log_file = rank_log.open_rank_log(_output_dir(config), group.rank, host, start_text=first_line)
         stack.enter_context(logs.to_file(log_file.write))
         # Around the run's end, which first shows the error and tells the other ranks.
         stack.enter_context(_output_told_of_failure(output, lease))
@@ -266,10 +268,15 @@ def open_run(config: Config) -> Iterator[Run]:
         if line := kept_batch(asked, config, group.size):
             log.info(line)
         _introduce(group, config)
-        data = _open_data(config, group)
-        if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
-            found = with_inputs_of(config.data, data["train"])
-            config = dataclasses.replace(config, data=with_class_names_of(found, data["train"]))
+        data: Mapping[Split, Records | BatchSource]
+        if config.data.dataset:
+            data = open_streams(config, group)
+        else:
+            splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
+            data = records = open_on_all_ranks(config.data, splits, group)
+            # Commands that read other records ask for the inputs of this run.
+            found = with_inputs_of(config.data, records["train"])
+            config = dataclasses.replace(config, data=with_class_names_of(found, records["train"]))
         model = None
         if is_users(config.model.name):
             model = group.call_in_turns(lambda: build_first_model(config), f"calling {config.model.name}")
@@ -291,14 +298,6 @@ def _measured_phase(group: WorkerGroup, train_step: TrainStep) -> str | None:
     return name if name == HOOK or (name == "exchange" and outer_phase in (TRAIN, HOOK)) else None
 
 
-def _open_data(config: Config, group: WorkerGroup) -> Mapping[Split, Records | BatchSource]:
-    """Collective: open the records of each split, or the stream."""
-    if config.data.dataset:
-        return open_streams(config, group)
-    splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
-    return open_on_all_ranks(config.data, splits, group)
-
-
 def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
     memory = traced_memory_environment() if config.log.profile_at_steps else {}
@@ -310,13 +309,6 @@ def _environment(config: Config) -> dict[str, str]:
 def _output_dir(config: Config) -> str:
     assert config.output_dir is not None
     return config.output_dir
-
-
-def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
-    """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
-    host, device = group.hosts[group.rank], group.devices[group.rank].name
-    first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
-    return rank_log.open_rank_log(_output_dir(config), group.rank, host, start_text=first_line)
 
 
 @contextmanager
@@ -397,7 +389,12 @@ def open_on_all_ranks(
     for note in dict.fromkeys(note for records in opened.values() for note in records.notes):
         log.warning(note)
     for records in opened.values():
-        _warn(records)
+        problems = records.problems
+        for problem in problems[:_RANKS_SHOWN]:
+            log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
+        if len(problems) > _RANKS_SHOWN:
+            more = len(problems) - _RANKS_SHOWN
+            log.warning(f"{records.setting}: {more} more files are damaged; check-data names them")
     return opened
 
 
@@ -429,29 +426,15 @@ def _check_equal(group: WorkerGroup, records: Records) -> None:
         sent = group.broadcast_object([list(entry) for entry in local_files])
         root_files = [(str(name), str(digest)) for name, digest in sent]
         local_difference = difference(local_files, root_files, group.name(0)) if local_files != root_files else ""
-        differences = group.gather(local_difference)
-        if any(differences):
-            raise RanksStartApart(_sentence(group, records.setting, differences)) from error
-        raise
-
-
-def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> str:
-    different = [rank for rank, text in enumerate(differences) if text]
-    shown = "; ".join(f"{group.name(rank)} {differences[rank]}" for rank in different[:_RANKS_SHOWN])
-    more = f"; {len(different) - _RANKS_SHOWN} more ranks differ" if len(different) > _RANKS_SHOWN else ""
-    equal = group.size - len(different)
-    return (
-        f"{setting}: ranks see different records: {shown}{more}; {equal} of {group.size} ranks see the same as rank 0. "
-        "Give every rank the same files."
-    )
-
-
-def _warn(records: Records) -> None:
-    problems = records.problems
-    for problem in problems[:_RANKS_SHOWN]:
-        log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
-    if len(problems) > _RANKS_SHOWN:
-        log.warning(f"{records.setting}: {len(problems) - _RANKS_SHOWN} more files are damaged; check-data names them")
+        different = [f"{group.name(rank)} {text}" for rank, text in enumerate(group.gather(local_difference)) if text]
+        if not different:
+            raise
+        more = f"; {len(different) - _RANKS_SHOWN} more ranks differ" if len(different) > _RANKS_SHOWN else ""
+        raise RanksStartApart(
+            f"{records.setting}: ranks see different records: {'; '.join(different[:_RANKS_SHOWN])}{more}; "
+            f"{group.size - len(different)} of {group.size} ranks see the same as rank 0. Give every rank the same "
+            "files."
+        ) from error
 
 
 def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeline]:

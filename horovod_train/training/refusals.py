@@ -20,7 +20,7 @@ from horovod_train.keras_seams import compiled_losses
 from horovod_train.training.compiled import Compiled
 from horovod_train.training.losses import LOSSES_OVER_BATCHES, losses_of
 from horovod_train.training.steps.figures import ForwardState, metrics_in
-from horovod_train.training.steps.optimizers import Optimizers, inside_optimizer
+from horovod_train.training.steps.optimizers import Optimizers, inside_optimizer, variables_of
 from horovod_train.training.steps.step import EvalStep, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables
 
@@ -66,7 +66,7 @@ def check_step(config: Config, compiled: Compiled, optimizers: Optimizers, tried
         paths = ", ".join(optimizers.by_attribute) or "none"
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({paths}).")
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
-    known = [*model.variables, *metrics, *optimizers.all_variables]
+    known = [*model.variables, *metrics, *variables_of(optimizers.by_attribute.values())]
     check_variables(tried.reads if own_step else tried.assigns, known, "train_step uses")
     if not own_step and tried.shape_of_losses is not None:
         _check_is_reduced(model, tried.shape_of_losses)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
 from horovod_train.shown_text import listed
+from horovod_train.training import initial_state
 from horovod_train.training.hooks import Hook, HookFunction, at, every
 from horovod_train.training.hooks.evaluate import (
     begin_callbacks,
@@ -40,17 +42,8 @@ from horovod_train.training.hooks.evaluate import (
 )
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, check_agreement, place, save_by_time, saving
-from horovod_train.training.initial_state import (
-    check_contents,
-    how_built,
-    restore,
-    steps_of_hooks,
-    structure,
-    take_initial_weights,
-    users_code,
-)
 from horovod_train.training.open_run import Run, open_run
-from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Copies, TrainState
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, TrainState
 from horovod_train.training.steps.figures import FIGURES_BY_RANK
 from horovod_train.training.steps.histograms import Summaries, draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
@@ -68,10 +61,10 @@ def run(config: Config) -> int:
     user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     with open_run(config) as run:
-        of_ranks = restore(run)
-        take_initial_weights(run)
-        settings = as_dict(run.config)
-        facts = users_code(settings) | steps_of_hooks(run) | structure(run.state.model)
+        of_ranks = initial_state.restore(run)
+        initial_state.take_initial_weights(run)
+        settings, model = as_dict(run.config), run.state.model
+        facts = initial_state.users_code(settings) | initial_state.steps_of_hooks(run) | initial_state.structure(model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
@@ -79,13 +72,13 @@ def run(config: Config) -> int:
         run.group.broadcast([*run.state.variables().values(), train_step.skipped, train_step.skipped_in_a_row])
         run.state.restore_loss_average(run.group, of_ranks.get(LOSS_AVERAGE_BY_RANK))
         train_step.figures.restore(run.group, of_ranks.get(FIGURES_BY_RANK))
-        finalize(run.state.model)
-        held = contents(run.state.model)
+        finalize(model)
+        held = contents(model)
         consistency.check(run.group, held, "at the start", RanksStartApart)
-        held |= how_built(run.state.model, settings)
+        held |= initial_state.how_built(model, settings)
         with run.group.raise_together():
             if run.checkpoint:
-                check_contents(held, run.checkpoint)
+                initial_state.check_contents(held, run.checkpoint)
         # At the end of an epoch before hooks: an evaluation that a stop interrupted comes before more is trained.
         run.parts.freezing.apply(int(run.state.epoch) - (int(run.state.records) == 0))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
@@ -113,12 +106,10 @@ def _is_over(run: Run) -> bool:
 
 
 def _describe_parts(run: Run) -> None:
-    for line in stage_lines(run.state.model) if run.config.device.per_rank > 1 else ():
+    stages = stage_lines(run.state.model) if run.config.device.per_rank > 1 else []
+    averages = [f"averages of weights: {run.parts.averages}"] if run.parts.averages else []
+    for line in (*stages, *run.parts.origins, *averages):
         log.info(line)
-    for line in run.parts.origins:
-        log.info(line)
-    if run.parts.averages:
-        log.info(f"averages of weights: {run.parts.averages}")
     for line in run.parts.warnings:
         log.warning(line)
 
@@ -144,7 +135,10 @@ def _begin_files(run: Run, *, is_told: bool) -> Audit:
         run.output.write_config(dump(run.config), held_back=is_told)
         audit = _open_audit(run)
     if run.config.log.graph:
-        _draw_graph(run)
+        step, train, rank, names = run.parts.train_step, run.parts.train, run.group.rank, run.config.log.graph_names
+        spec, size = train.element_spec, train.size_of(0)
+        with run.group.heartbeat.phase("compile"):
+            run.output.tensorboard.add_graph(lambda: draw_step(step, spec, size, rank=rank, names=names))
     log.info(f"ends at step {run.parts.last_step}")
     if _is_over(run):
         log.info(f"nothing is left to train: the run has come to its end at step {first_step}")
@@ -159,8 +153,7 @@ def _check_room(run: Run, first_step: int) -> None:
     config = run.config.checkpoint
     saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
     bytes_each = run.parts.checkpoint_bytes(run.group.size)
-    if run.config.output_dir is not None:
-        run.stopping.expect_save(bytes_each)
+    run.stopping.expect_save(bytes_each)
     run.store.check_room(bytes_each, most_at_once(config, saves))
 
 
@@ -182,13 +175,6 @@ def _open_audit(run: Run) -> Audit:
     return AuditLog(directory, start)
 
 
-def _draw_graph(run: Run) -> None:
-    train, names, rank = run.parts.train, run.config.log.graph_names, run.group.rank
-    spec, size = train.element_spec, train.size_of(0)
-    with run.group.heartbeat.phase("compile"):
-        run.output.tensorboard.add_graph(lambda: draw_step(run.parts.train_step, spec, size, rank=rank, names=names))
-
-
 def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     """Build the hooks, in the order in which they run at a step where several are due: log, evaluate, users', save.
 
@@ -199,7 +185,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
     per_epoch = run.parts.train.steps_per_epoch
     # Short epochs have a line each, of all their steps, which also shows the evaluation at their end.
     is_by_epoch = run.parts.eval is not None and config.eval.every_epochs == 1 and per_epoch < config.log.every_steps
-    save = Save(run, first_step, audit, Copies(), held)
+    save = Save(run, audit, held)
     log_training = LogTraining(first_step, per_epoch if is_by_epoch else None)
 
     def epochs(count: int | None) -> int | None:
@@ -217,7 +203,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         every(None if is_by_epoch else config.log.every_steps, log_training),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         at([run.parts.last_step], log_training),  # now: a checkpoint of this step must not be newer than its line
-        every(None, log_training.between_lines, at_end="always"),
+        every(None, partial(log_training, keep=True), at_end="always"),  # where a run ends early, between two lines
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
@@ -291,7 +277,9 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     run.clock.start()
     if step and not requested:
         # First finish what the last stop interrupted, such as an evaluation.
-        reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and _is_left(run, step, hook)])
+        due = [hook for hook in hooks if hook.is_due(step)]
+        left = [hook for hook in due if not hook.is_done(run, step) or _is_users_left(run, step, hook)]
+        reason = _call(run, step, left)
         ended = ended or reason
         requested = stopping.vote() if ended else None
     while step < parts.last_step and not ended:
@@ -308,20 +296,15 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     state.check_finite(run.group)
     stop = requested or ended
     if stop in (LEASE_LOST, SAVES_FAILED):
-        _raise_on_root(run)
+        with run.group.raise_together():
+            stopping.lease.must_be_ours()
+            if run.store.given_up:
+                raise RunError(run.store.given_up)
     at_end = [hook for hook in hooks if not hook.is_due(step) or _is_users_left(run, step, hook)]
     reason = _call_at_end(run, step, at_end, stop)
     if reason and not requested:  # may be an evaluation interrupted by a stop request
         requested = stopping.vote()
     return requested or ended or reason or DONE
-
-
-def _raise_on_root(run: Run) -> None:
-    """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
-    with run.group.raise_together():
-        run.stopping.lease.must_be_ours()
-        if run.store.given_up:
-            raise RunError(run.store.given_up)
 
 
 def position(state: TrainState, pipeline: BatchSource) -> int:
@@ -419,12 +402,8 @@ def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
     return reason
 
 
-def _is_left(run: Run, step: int, hook: Hook) -> bool:
-    """Return whether the last stop has left a hook to be called, at the step at which the run resumes."""
-    return not hook.is_done(run, step) or _is_users_left(run, step, hook)
-
-
 def _is_users_left(run: Run, step: int, hook: Hook) -> bool:
+    """Return whether the last stop has left a user's hook to be called, at the step at which the run resumes."""
     return run.parts.callbacks.hooks_left_at == step and hook in run.parts.users_hooks
 
 

@@ -59,7 +59,7 @@ class TrainState:
         """
         self.model, self.optimizer = model, optimizer
         self.tracked = dict(tracked or {})
-        self.averages = averages or MovingAverages(model, None)
+        self.averages = averages or Averages([])
         self.synchronization = synchronization or SyncStrategy()
         # On the host: the watchdog reads them, and a device that is stuck could not be read.
         with tf.device("CPU:0"):
@@ -315,16 +315,16 @@ class MovingAverages(Averages):
     """Exponential moving averages of the trainable weights, used instead of the weights in evaluation.
 
     average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow quickly
-    (num_updates of tf.train.ExponentialMovingAverage). decay None: no averages.
+    (num_updates of tf.train.ExponentialMovingAverage).
     """
 
-    def __init__(self, model: keras.Model, decay: float | None) -> None:
+    def __init__(self, model: keras.Model, decay: float) -> None:
         self.decay = decay
-        weights = [] if decay is None else model.trainable_variables
+        weights = model.trainable_variables
         super().__init__([(weight, variable_beside(weight, as_tf_variable(weight))) for weight in weights])
 
     def update(self, step: tf.Tensor) -> None:
-        """In the compiled step, after an update, if there are any. step: int64 scalar, updates so far."""
+        """In the compiled step, after an update. step: int64 scalar, updates so far."""
         with tf.name_scope("moving_average"):
             updates = tf.cast(step, tf.float32)
             decay = tf.minimum(self.decay, (1 + updates) / (10 + updates))

@@ -34,22 +34,17 @@ class Exchanged(NamedTuple):
     """This rank's part of them."""
 
 
-class Moves(NamedTuple):
-    """How far one parameter moved on each rank between two averages. Each list has one entry per rank."""
-
-    changed: list[float]
-    """Change of the mean of its elements; 0.0 if unchanged."""
-    apart: list[float]
-    """Root mean square, over its elements, of value − mean over ranks."""
-
-
 class Drift(NamedTuple):
     """How far ranks had moved apart at their last average."""
 
     ranks_apart: float
     """The root mean square over ranks of ‖value − mean‖."""
-    moves: Mapping[str, Moves]
-    """By the path of each parameter; only on root."""
+    moves: Mapping[str, Mapping[str, list[float]]]
+    """By the path of each parameter, only on root: by rank, how far it had moved since the average before.
+
+    "changed": the change of the mean of its elements; 0.0 if unchanged. "apart": the root mean square, over its
+    elements, of value − mean over ranks.
+    """
 
 
 @dataclass(frozen=True)
@@ -231,17 +226,15 @@ class Local(SyncStrategy):
         if not bool(self.has_averaged):  # alike on all ranks, which average at the same steps
             return None
         (mean,) = self.group.average([self.squared_distance.numpy()])
-        return Drift(math.sqrt(float(mean)), self._moves())
-
-    def _moves(self) -> dict[str, Moves]:
-        moves = np.stack([self.changes.numpy(), self.squared_distances.numpy()])
-        by_rank = self.group.to_root(moves[np.newaxis])
-        counts = [max(1, math.prod(weight.shape)) for weight in self.weights.values()]
-        return {
-            path: Moves((by_rank[:, 0, index] / count).tolist(), np.sqrt(by_rank[:, 1, index] / count).tolist())
-            for index, (path, count) in enumerate(zip(self.weights, counts, strict=True))
+        by_rank = self.group.to_root(np.stack([self.changes.numpy(), self.squared_distances.numpy()])[np.newaxis])
+        counts = np.array([max(1, math.prod(weight.shape)) for weight in self.weights.values()])
+        changed, apart = by_rank[:, 0] / counts, np.sqrt(by_rank[:, 1] / counts)
+        moves = {
+            path: {"changed": changed[:, index].tolist(), "apart": apart[:, index].tolist()}
+            for index, path in enumerate(self.weights)
             if len(by_rank)
         }
+        return Drift(math.sqrt(float(mean)), moves)
 
     def _note_start(self, step: tf.Tensor) -> None:
         self._noted_at.assign(step)

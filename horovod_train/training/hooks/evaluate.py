@@ -72,7 +72,7 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 
 def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason | None:
-    step.counter.step = int(run.state.step)
+    step.trained_steps = int(run.state.step)
     before = step.forward_state.values()
     heartbeat = run.group.heartbeat
     for batches, steps, size in pipeline.one_epoch(run.config.train.steps_per_call):

@@ -36,11 +36,8 @@ class LogTraining:
         self._skipped: set[int] = set()
         """The records that any rank has skipped, as known at the last line."""
 
-    def between_lines(self, run: Run, step: int) -> None:
-        """Write a line where a run ends early, and keep its figures: the next line, after a resume, counts them too."""
-        self(run, step, keep=True)
-
     def __call__(self, run: Run, step: int, *, keep: bool = False) -> None:
+        """keep: whether the next line, as after a resume, counts these figures too."""
         if step == self._last_step:
             return  # no new steps
         self._last_step = step
@@ -108,8 +105,9 @@ def _drift(run: Run, step: int) -> dict[str, float]:
         return {}
     values = {"ranks_apart": drift.ranks_apart}
     if drift.moves:
-        values["unchanged_parameters"] = sum(not changed for each in drift.moves.values() for changed in each.changed)
-        run.output.append_parameters(step, {path: each._asdict() for path, each in drift.moves.items()})
+        changes = (change for moves in drift.moves.values() for change in moves["changed"])
+        values["unchanged_parameters"] = sum(not change for change in changes)
+        run.output.append_parameters(step, drift.moves)
     return values
 
 

@@ -28,16 +28,14 @@ def saving(run: Run) -> Iterator[None]:
 class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
-    first_step: the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
-    interrupted is called first. copies: on root, the memory for what is saved. held: what the model computes with
-    besides weights, for Facts.contents.
+    Made at the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
+    interrupted is called first. held: what the model computes with besides weights, for Facts.contents.
     """
 
-    def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies, held: Mapping[str, str]) -> None:
-        self._audit, self._copies = audit, copies
-        self._start = place(run, first_step)
+    def __init__(self, run: Run, audit: Audit, held: Mapping[str, str]) -> None:
+        self._audit, self._held, self._copies = audit, held, Copies()
+        self._start = place(run, int(run.state.step))
         self._saved: tuple[int, ...] | None = self._start
-        self._held = held
         config = run.config.checkpoint
         if run.group.is_root and (
             config.every_steps or config.every_epochs or config.every_minutes is not None or config.best
@@ -81,27 +79,22 @@ class Save:
 def save_by_time(run: Run, minutes: float | None, save: Save, steps_per_call: int) -> Hook:
     """Make a hook that saves every `minutes`, or never, after a call at whose end ranks exchange anyway.
 
-    A save makes ranks equal, so that elsewhere the result of the run would depend on the clock.
+    A save makes ranks equal, so that elsewhere the result of the run would depend on the clock: root's, which all ranks
+    read about once a second.
     """
-    steps = run.state.synchronization.next_sync_step(steps_per_call)
-    return every(None if minutes is None else steps, _SaveByTime(run, minutes or 0.0, save))
+    if minutes is None:
+        return every(None, save)
+    last, pace = time.monotonic(), PeriodicSync(run.group)
 
+    def save_if_due(run: Run, step: int) -> None:
+        nonlocal last
+        if pace.is_due():
+            (is_over,) = pace.meet([float(run.group.is_root and time.monotonic() - last >= 60 * minutes)])
+            if is_over:
+                last = time.monotonic()
+                save(run, step)
 
-class _SaveByTime:
-    """Saves every `minutes` by root's clock, which all ranks read about once a second, after a call."""
-
-    def __init__(self, run: Run, minutes: float, save: Save) -> None:
-        self._minutes, self._save = minutes, save
-        self._last, self._pace = time.monotonic(), PeriodicSync(run.group)
-
-    def __call__(self, run: Run, step: int) -> None:
-        if not self._pace.is_due():
-            return
-        is_over = run.group.is_root and time.monotonic() - self._last >= 60 * self._minutes
-        (is_due,) = self._pace.meet([float(is_over)])
-        if is_due:
-            self._last = time.monotonic()
-            self._save(run, step)
+    return every(run.state.synchronization.next_sync_step(steps_per_call), save_if_due)
 
 
 def place(run: Run, step: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.keras_seams import method_replaced
+from horovod_train.keras_seams import results_noted
 from horovod_train.training.steps.shares import Shares
 
 FIGURES_BY_RANK = "ranks/figures"
@@ -286,16 +286,11 @@ def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable
     """Inside the block: note what the metrics' `result` returns. Yields a function (value → its Source)."""
     noted: dict[int, tuple[Any, Source]] = {}
 
-    def noting(metric: keras.metrics.Metric, result: Callable[[], Any]) -> Callable[[], Any]:
-        def result_and_note() -> Any:
-            value = result()
-            for part, tensor in enumerate(keras.tree.flatten(value)):
-                noted.setdefault(id(tensor), (tensor, Source(metric, part)))  # kept, so that no other has its id
-            return value
+    def note(metric: keras.metrics.Metric, value: Any) -> None:
+        for part, tensor in enumerate(keras.tree.flatten(value)):
+            noted.setdefault(id(tensor), (tensor, Source(metric, part)))  # kept, so that no other has its id
 
-        return result_and_note
-
-    with method_replaced(metrics, "result", noting):
+    with results_noted(metrics, "result", note):
         yield lambda value: noted[id(value)][1] if id(value) in noted else Source(None, 0)
 
 

@@ -7,9 +7,11 @@ metrics, the place in the data. The graph is traced again and never run.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import keras
@@ -19,9 +21,9 @@ from horovod_train.config.registry import suggest
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import method_replaced
+from horovod_train.keras_seams import results_noted
 from horovod_train.training.steps.step import TrainStep
-from horovod_train.training.sync import by_unique_name
+from horovod_train.training.sync import by_path
 
 PARTS = (
     "input_data",
@@ -66,8 +68,7 @@ class Summaries:
         heartbeat = self.train_step.rows.group.heartbeat
         with heartbeat.phase("compile", "the histograms") if compiles else nullcontext():
             gradients, outputs = self._run(self._batch)
-        named = ((weight.path, as_tf_variable(weight)) for weight in self.train_step.state.model.weights)
-        weights = by_unique_name(named)
+        weights = by_path(self.train_step.state.model.weights)
         names = {variable.ref(): name for name, variable in weights.items()}
         trained = [as_tf_variable(variable) for variable in self.train_step.state.model.trainable_variables]
         values: dict[str, Any] = {name: variable for name, variable in weights.items() if variable.dtype.is_floating}
@@ -124,20 +125,12 @@ def _noting_outputs(
 ) -> AbstractContextManager[None]:
     """Add what the layers return inside the block to `noted`: each tensor of each call, in every kind of model."""
 
-    def noting(layer: keras.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_and_note(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            for name in [name for name, each in layers.items() if each is layer]:
-                noted[name] += [
-                    tensor
-                    for tensor in tf.nest.flatten(outputs)
-                    if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating
-                ]
-            return outputs
+    def note(layer: keras.Layer, outputs: Any) -> None:
+        tensors = [tensor for tensor in tf.nest.flatten(outputs) if isinstance(tensor, tf.Tensor)]
+        for name in [name for name, each in layers.items() if each is layer]:
+            noted[name] += [tensor for tensor in tensors if tensor.dtype.is_floating]
 
-        return call_and_note
-
-    return method_replaced(layers.values(), "call", noting)
+    return results_noted(layers.values(), "call", note)
 
 
 def _without_padding(output: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
@@ -219,8 +212,7 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
         path = "/".join(new_part for part in parts if (new_part := names.get(part, part)))
         new[node.name] = _unused(path or node.name, taken)
         taken.add(new[node.name])
-    copy = type(graph)()
-    copy.CopyFrom(graph)
+    copy = deepcopy(graph)
     for node in copy.node:
         node.name = new[node.name]
         node.attr.pop("_class", None)  # lists nodes that must share a device
@@ -236,8 +228,7 @@ def show_branches(graph: Any) -> Any:
     For display only: output indices of inner edges are dropped.
     """
     functions = {function.signature.name: function for function in graph.library.function}
-    copy = type(graph)()
-    copy.CopyFrom(graph)
+    copy = deepcopy(graph)
     waiting = list(graph.node)
     while waiting:
         node = waiting.pop()
@@ -258,8 +249,7 @@ def _inside(node: Any, called: Any, branch: str) -> list[Any]:
     names |= {n.name: f"{node.name}/{branch}/{n.name.removeprefix(f'{node.name}/')}" for n in called.node_def}
     nodes = []
     for inner in called.node_def:
-        node_copy = type(inner)()
-        node_copy.CopyFrom(inner)
+        node_copy = deepcopy(inner)
         node_copy.name = names[inner.name]
         for index, source in enumerate(inner.input):
             control, name = ("^" if source.startswith("^") else ""), source.lstrip("^").split(":")[0]
@@ -269,8 +259,7 @@ def _inside(node: Any, called: Any, branch: str) -> list[Any]:
 
 
 def _prefixes(name: str) -> list[str]:
-    parts = name.split("/")
-    return ["/".join(parts[: end + 1]) for end in range(len(parts))]
+    return list(itertools.accumulate(name.split("/"), "{}/{}".format))
 
 
 def _plain(prefixes: Iterable[str], layers: set[str]) -> dict[str, str]:

@@ -81,14 +81,9 @@ class Optimizers:
         return any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in self.by_path.values())
 
     @property
-    def all_variables(self) -> list[Any]:
-        """The variables of all of them, applied or not."""
-        return _variables(self.by_attribute.values())
-
-    @property
     def variables(self) -> list[Any]:
-        """The slots and counters of those that are applied, and of optimizers inside them."""
-        return _variables(self.by_path.values())
+        """Of those that are applied; see variables_of."""
+        return variables_of(self.by_path.values())
 
     @property
     def learning_rates(self) -> dict[str, Any]:
@@ -342,6 +337,7 @@ def inside_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
     return inside
 
 
-def _variables(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[Any]:
+def variables_of(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[Any]:
+    """Return the slots and counters of optimizers, and of those inside them, each once."""
     each = [part for optimizer in optimizers for part in (optimizer, *inside_optimizer(optimizer))]
     return list({id(variable): variable for part in each for variable in part.variables}.values())

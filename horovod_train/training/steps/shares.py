@@ -8,6 +8,7 @@ gradient then has too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,14 +160,13 @@ class Shares:
         self._noted: list[tf.Tensor] | None = None
         self.totals: list[tf.Tensor] | None = None
         """The divisors of all ranks that are left for the losses to come; None: they are not known."""
-        self.exchanged: list[str] = []
-        """The names of losses that are divided by something else than rows, so that ranks exchange by what; known after
-        a trial."""
-        self.given_logits: list[str] = []
-        """The names of losses that take probabilities and got what is none; known after a trial."""
-        self.weighted_as_one: list[str] = []
-        """The names of losses that gave one number for weighted records; known after a trial."""
-        self._is_tried = False
+        # By the names of losses, in the order of their calls outside of steps; known after a trial.
+        self.exchanged: dict[str, None] = {}
+        """Those that are divided by something else than rows, so that ranks exchange by what."""
+        self.given_logits: dict[str, None] = {}
+        """Those that take probabilities and got what is none."""
+        self.weighted_as_one: dict[str, None] = {}
+        """Those that gave one number for weighted records."""
 
     @contextmanager
     def of_pass(self, share: tf.Tensor | None, totals: Sequence[tf.Tensor] | None = None) -> Iterator[None]:
@@ -190,19 +190,9 @@ class Shares:
         finally:
             self._noted, self._in_step = None, False
 
-    @contextmanager
-    def noting_losses(self) -> Iterator[None]:
-        """Inside the block, in which a step is tried: note the names of losses in the lists above."""
-        self._is_tried = True
-        try:
-            yield
-        finally:
-            self._is_tried = False
-
     def note_outputs(self, loss: keras.losses.Loss, outputs: Any) -> None:
-        if self._is_tried and loss.name not in self.given_logits:
-            is_wrong = takes_logits(loss) is False and ends_in_logits(outputs)
-            self.given_logits += [loss.name] if is_wrong else []
+        if not self._in_step and takes_logits(loss) is False and ends_in_logits(outputs):
+            self.given_logits[loss.name] = None
 
     def scaled(self, gradient: Any) -> Any:
         """Return a gradient times the share; 0 if that is 0, whatever the rows are that were computed instead."""
@@ -226,13 +216,12 @@ class Shares:
         if values is None or loss.reduction in (None, "none"):
             return value
         if not len(values.shape):
-            is_new = self._is_tried and weights is not None and loss.name not in self.weighted_as_one
-            self.weighted_as_one += [loss.name] if is_new else []
+            if weights is not None:
+                self.weighted_as_one[loss.name] = None
             return value
-        if self._is_tried:
-            is_divided = loss.reduction != "sum" and _divisor(loss, values, outputs, weights) is not None
-            self.exchanged += [loss.name] if is_divided and loss.name not in self.exchanged else []
         if not self._in_step:
+            if loss.reduction != "sum" and _divisor(loss, values, outputs, weights) is not None:
+                self.exchanged[loss.name] = None
             return value
         if self.group.size == 1 and self.share is None and self._noted is None:
             return value  # bit for bit what Keras computes
@@ -283,12 +272,8 @@ def _of_all_ranks(base: type) -> type:
 def _divisor(loss: keras.losses.Loss, values: Any, outputs: Any, weights: Any) -> tf.Tensor | None:
     """Return what Keras divides the sum of the values by, as in keras.losses.Loss; None: by rows alone."""
     # Masks count in the dtype of the loss, as there.
-    masks = [mask for mask in (mask_of(outputs), mask_of(values)) if mask is not None]
-    mask = None
-    for each in masks:
-        each = tf.cast(each, tf.bool)
-        mask = each if mask is None else tf.logical_and(mask, each)
-    counted = None if mask is None else tf.cast(mask, tf.float32)
+    masks = [tf.cast(mask, tf.bool) for mask in (mask_of(outputs), mask_of(values)) if mask is not None]
+    counted = tf.cast(functools.reduce(tf.logical_and, masks), tf.float32) if masks else None
     if loss.reduction != "mean_with_sample_weight" or weights is None:
         return None if counted is None else tf.reduce_sum(counted)
     weights = tf.cast(weights, tf.float32)

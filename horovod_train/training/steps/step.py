@@ -24,6 +24,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count, synchronised_statistics
 from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
+from horovod_train.training.losses import held_losses
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
@@ -66,22 +67,6 @@ class PhaseVariable:
         return int(self._step), phase, files_being_read() if phase == "input" else ""
 
 
-class BatchCounter:
-    """The probe of a Heartbeat for compiled evaluation. step: the training steps before it."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        with tf.device("CPU:0"):
-            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def count(self) -> None:
-        """Count a batch, inside the compiled call."""
-        self._batches.assign_add(1, read_value=False)
-
-    def __call__(self) -> tuple[int, None, str]:
-        return self.step, None, f"batch {int(self._batches)}"
-
-
 class Seeds:
     """Sets the model's random generators, such as dropout's, by (seed, rank, layer, step).
 
@@ -91,7 +76,11 @@ class Seeds:
     def __init__(self, variables: Sequence[tf.Variable], seed: int, rank: int) -> None:
         """variables: the states of the generators, uint32 [2] each."""
         self._variables = variables
-        self.keys = [_seed_key(seed, rank, index) for index in range(len(variables))]
+        bits = seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9
+        mixed = mix(
+            np.array([(bits + index * 0x94D049BB133111EB) % 2**64 for index in range(len(variables))], np.uint64)
+        )
+        self.keys: list[int] = (mixed % 2**32).tolist()
 
     def set(self, step: tf.Tensor) -> None:
         """In the compiled step: set all of them. step: int64 scalar."""
@@ -102,12 +91,6 @@ class Seeds:
             for variable, key in zip(self._variables, self.keys, strict=True):
                 state = tf.stack([tf.bitwise.bitwise_xor(tf.constant(key, tf.int64), turn), counter])
                 variable.assign(tf.cast(tf.cast(state, tf.uint32), variable.dtype))
-
-
-def _seed_key(seed: int, rank: int, index: int) -> int:
-    """Return 32 well-mixed bits."""
-    bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
-    return int(mix(np.array([bits], np.uint64))[0]) % 2**32
 
 
 class PassResult(NamedTuple):
@@ -141,12 +124,8 @@ class TrainStep:
     accumulate_steps: int = 1
     counts_ahead: bool = False
     """Whether ranks exchange what losses are divided by before the passes: where there are several, and for XLA."""
-    losses_inside: bool = False
-    """Whether the model and its layers hold losses, which they may call as they compute, and in training only."""
     jit_compile: bool = False
     """Whether XLA compiles the forward and the backward pass, and nothing else."""
-    counts_ranks: bool = False
-    """Whether the exchange counts ranks that have records, as Adasum does, to which a gradient of 0 is none."""
     labels: Mapping[str, int] = field(default_factory=dict)
     """Of targets that are labels, for how many of those the model has outputs; "" for a single target."""
     assigned: Sequence[tf.Variable] = ()
@@ -161,6 +140,8 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._model = self.state.model
+        # It counts ranks that have records: to Adasum a gradient of 0 is none.
+        self._counts_ranks = self.update.exchange.op == "adasum"
         self.seeds = Seeds(self.state.seeds, self.seed, self.rows.group.rank)
         if self.update.optimizers.scales_loss:
             self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
@@ -274,7 +255,9 @@ class TrainStep:
         loss: tf.Tensor | None = None
         result: PassResult | None = None
         for part in parts[:-1]:
-            result = self._collect(_after((earlier, result), part), totals)
+            part = _after((earlier, result), part)
+            with tf.name_scope("pass"):  # traced once for all passes of its shape
+                result = self._collect_function(part, totals, by_xla=self.jit_compile)
             for path, gradients in result.gradients.items():
                 earlier[path] = add_lists(earlier.get(path), gradients)
             self.figures.add(result.logs, part.count)
@@ -306,12 +289,8 @@ class TrainStep:
             loss = tf.math.multiply_no_nan(loss, part.share)
         return PassResult(logs, loss, {})
 
-    def _collect(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
-        """Run a pass whose gradients are returned, which is traced once for all passes of its shape."""
-        with tf.name_scope("pass"):
-            return self._collect_function(part, totals, by_xla=self.jit_compile)
-
     def _collect_in_function(self, part: Part, totals: Sequence[tf.Tensor] | None, *, by_xla: bool) -> PassResult:
+        """Run a pass whose gradients are returned."""
         with self.update.collecting() as gradients:
             result = self._apply(part, totals, by_xla=by_xla)
         return PassResult(dict(result.logs), result.loss, dict(gradients))
@@ -329,13 +308,13 @@ class TrainStep:
         return tf.unstack(self.shares.group.sum_in_step(tf.stack(sums), "step.divisors"))
 
     def _ranks_with_records(self, parts: Sequence[Part], size: StepSize) -> tf.Tensor | None:
-        """Collective, if `counts_ranks`: return which part of the ranks has records in a step; None: all have.
+        """Collective, with Adasum: return which part of the ranks has records in a step; None: all have.
 
         Adasum of equal gradients is their mean, and that of ranks without records leaves it as it is: there the shares
         of the others, N · rows here / rows of all, are to be M · rows here / rows of all, with M ranks that have some.
         """
         share, ranks = _share_of_step(parts), self.rows.group.size
-        if not self.counts_ranks or size.is_full or share is None or ranks == 1:
+        if not self._counts_ranks or size.is_full or share is None or ranks == 1:
             return None
         return self.rows.group.sum_in_step(tf.cast(share > 0, tf.float32), "step.ranks") / ranks
 
@@ -346,7 +325,8 @@ class TrainStep:
         # also the loops of recurrent layers, which would be stateful if they read variables.
         values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
         with keras.StatelessScope(values), self.shares.noting_divisors() as noted:
-            outputs = self._model(x, training=self.losses_inside)
+            # Losses that the model and its layers hold may be called as they compute, and in training only.
+            outputs = self._model(x, training=bool(held_losses(self._model)))
             loss_in_training(self._model, x, y, outputs, weights)
         return noted
 
@@ -423,7 +403,7 @@ class TrainStep:
     @property
     def _counts(self) -> bool:
         """Whether ranks exchange numbers of records or ranks, or what losses are divided by, before they compute."""
-        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead or self.counts_ranks)
+        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead or self._counts_ranks)
 
     def _end_update(
         self, failed: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None
@@ -479,12 +459,11 @@ class TrainStep:
 
     def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
         averages, step = self.state.averages, tf.identity(self.state.step)
-        if not isinstance(averages, MovingAverages) or not averages.variables:
-            return
-        if is_left_out is None:
-            averages.update(step)
-        else:
-            tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
+        if isinstance(averages, MovingAverages):
+            if is_left_out is None:
+                averages.update(step)
+            else:
+                tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
@@ -514,7 +493,10 @@ class EvalStep:
     seeds: Seeds
 
     def __post_init__(self) -> None:
-        self.counter = BatchCounter()
+        self.trained_steps = 0
+        """Those before the evaluation, for `counter`."""
+        with tf.device("CPU:0"):  # as in PhaseVariable
+            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._rows_per_batch = 0
         self.retrace()
         self._begin = tf.function(lambda: self.seeds.set(tf.constant(0, tf.int64)), autograph=False)
@@ -526,6 +508,10 @@ class EvalStep:
     def has_compiled(self, size: StepSize) -> bool:
         """Return whether `run` need not compile first for steps of this size."""
         return size in self._runs
+
+    def counter(self) -> tuple[int, None, str]:
+        """Tell how far the evaluation is: a probe of a Heartbeat, which calls it in a thread."""
+        return self.trained_steps, None, f"batch {int(self._batches)}"
 
     def run(self, batches: Batches, steps: int, size: StepSize) -> None:
         """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
@@ -554,7 +540,7 @@ class EvalStep:
             with self.shares.of_pass(part.share):
                 self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
             self.metrics.add(logs, part.count)
-            self.counter.count()
+            self._batches.assign_add(1, read_value=False)
             return ()
 
         return for_each_batch(cursor, steps, one_step, ())
@@ -587,6 +573,4 @@ def _after(results: Any, part: Part) -> Part:
 
 def _share_of_step(parts: Sequence[Part]) -> tf.Tensor | None:
     """Return the rank's share of the step, given those of its passes; None: 1."""
-    if len(parts) == 1:
-        return parts[0].share
-    return tf.add_n([tf.constant(1.0) if part.share is None else part.share for part in parts])
+    return parts[0].share if len(parts) == 1 else tf.add_n([part.share for part in parts])

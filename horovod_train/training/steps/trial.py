@@ -20,7 +20,7 @@ from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import RunError, UserError, one_line
-from horovod_train.keras_seams import method_replaced
+from horovod_train.keras_seams import method_replaced, results_noted
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
 from horovod_train.training.steps.shares import Data
@@ -86,7 +86,7 @@ def try_step(
             noting_results(metrics_in(model)) as source_of,
             noting_loss(model, losses.append, several.append),
             _refusing_pairs(metrics_in(model)),
-            _noting(model, "compute_metrics", "metrics", figures.append),
+            results_noted([model], "compute_metrics", lambda _, values: figures.append(values), scope="metrics"),
             _noting_added_losses(model, added),
         ):
             data = data_of(records)
@@ -98,12 +98,10 @@ def try_step(
     def traced() -> Any:
         return tf.function(trace, autograph=False).get_concrete_function(spec)
 
-    metrics = metrics_in(model)
-    variables = [variable for metric in metrics for variable in metric.variables]
+    variables_before = [len(metric.variables) for metric in metrics_in(model)]
     try:
         function = traced()
-        found = metrics_in(model)
-        if len(found) != len(metrics) or len([v for metric in found for v in metric.variables]) != len(variables):
+        if [len(metric.variables) for metric in metrics_in(model)] != variables_before:
             function = traced()  # the first trace has made metrics, whose results it has not noted
     except RunError:
         raise
@@ -176,26 +174,11 @@ def noting_loss(
 ) -> AbstractContextManager[None]:
     """Inside the block, pass what `compute_loss` returns to `note`, or to `note_several` if it is not one number."""
 
-    def note_tensor(loss: Any) -> None:
+    def note_tensor(_: keras.Model, loss: Any) -> None:
         if tf.is_tensor(loss):
             (note_several if loss.shape.rank else note)(loss)
 
-    return _noting(model, "compute_loss", "loss_function", note_tensor)
-
-
-def _noting(model: keras.Model, method: str, scope: str, note: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Inside the block, pass what a method of the model returns to `note`. scope: of the names of its operations."""
-
-    def noting(_: keras.Model, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_and_note(*args: Any, **kwargs: Any) -> Any:
-            with tf.name_scope(scope):
-                result = compute(*args, **kwargs)
-            note(result)
-            return result
-
-        return compute_and_note
-
-    return method_replaced([model], method, noting)
+    return results_noted([model], "compute_loss", note_tensor, scope="loss_function")
 
 
 def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> AbstractContextManager[None]:

@@ -242,11 +242,11 @@ facts["slots_of_local"] = [slots_of_local(optimizer) for optimizer in (sgd(), ke
 best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / "best.keras"))
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
 facts["best_of_root_1"] = Path(best.filepath).exists()
-agreement.switch(agreement.Guards(files_on_root_only=False))
+agreement.guards.files_on_root_only = False
 best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / f"best-{rank}.keras"))
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
 facts["writes_best"] = Path(best.filepath).exists()
-agreement.switch(agreement.Guards())
+agreement.guards.files_on_root_only = True
 unbuilt = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
 facts["unbuilt_16_a_call"] = error_of(lambda: fit(unbuilt, distributed(), in_fit, steps_per_execution=16))
 facts["unbuilt_weights"] = weights(unbuilt).tobytes().hex()

@@ -11,7 +11,7 @@ from facts import leave
 from in_model_fit import build_model, data, error_of, fit, group, rank, sgd, sha
 
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback
-from horovod_train.tensorflow.agreement import Guards, switch
+from horovod_train.tensorflow.agreement import guards
 
 
 class Parts(keras.utils.PyDataset):
@@ -44,9 +44,9 @@ facts["uneven"] = {
     "two_steps_a_call": sha(fit(sgd(), callbacks=in_step, rows=few, compiled={"steps_per_execution": 2})),
 }
 facts["even"] = {batches: sha(fit(sgd(), rows=8 * batches)) for batches in (2, 3)}
-switch(Guards(end_epochs_together=False))
+guards.end_epochs_together = False
 facts["uneven_refused"] = error_of(lambda: fit(sgd(), callbacks=in_step, rows=few))
-switch(Guards())
+guards.end_epochs_together = True
 facts["stopped_alone"] = error_of(lambda: fit(sgd(), callbacks=[*in_step, StopOneRank()]))
 stream = tf.data.Dataset.from_tensor_slices(data(rank)).batch(8).filter(lambda *_: True)
 endless = build_model(0)

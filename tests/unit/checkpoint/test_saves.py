@@ -179,7 +179,8 @@ def run_of(store: Store) -> Any:
 def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
     """Save four steps, in each of which every weight is the number of the step; each is due while one is written."""
     run, copies = run_of(store), CheckedCopies(store)
-    save = Save(run, 0, Audit(), copies, {})
+    save = Save(run, Audit(), {})
+    save._copies = copies
     for step in range(1, 5):
         for weight in run.state.model.weights:
             weight.assign(tf.fill(weight.shape, float(step)))
@@ -210,7 +211,7 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
     monkeypatch.setattr(manager, "write", failing)
     store = CheckpointStore(tmp_path / CHECKPOINTS, keep=9)
     run = run_of(store)
-    save = Save(run, 0, Audit(), Copies(), {})
+    save = Save(run, Audit(), {})
     save.at_end(run, 0)
     assert store.wait() is None
     assert steps_in(store.checkpoints.folder) == []  # nothing has been trained
@@ -237,7 +238,7 @@ def test_an_end_without_a_step_is_saved_once(tmp_path: Path, by: str) -> None:
         run.parts.callbacks.restore(state, 0)
         for named in run.parts.callbacks.named:
             named.callback.set_model(run.state.model)
-        save = Save(run, 0, Audit(), Copies(), {})
+        save = Save(run, Audit(), {})
         for hook in build_callback_hooks(run, []):
             if hook.at_end == "done":
                 hook.function(run, 0)
@@ -261,9 +262,9 @@ def test_the_clock_decides_only_among_steps_at_which_ranks_exchange_anyway(
     if average_every:
         local = TrainConfig(synchronization="local", average_every_steps=average_every)
         run.state.synchronization = Local(SyncParts(local, run.group, run.state.model, list))
-    hook = save_by_time(run, 0.5, Save(run, 0, Audit(), Copies(), {}), steps_per_call=per_call)
+    hook = save_by_time(run, 0.5, Save(run, Audit(), {}), steps_per_call=per_call)
     assert [step for step in range(1, 13) if hook.is_due(step)] == steps
-    unasked = save_by_time(run, None, Save(run, 0, Audit(), Copies(), {}), steps_per_call=per_call)
+    unasked = save_by_time(run, None, Save(run, Audit(), {}), steps_per_call=per_call)
     assert not any(map(unasked.is_due, range(1, 13)))
 
 
@@ -286,7 +287,7 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_tells_the_rates_from_before_callbacks_set_them(tmp_path: Path) -> None:
     run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     run.state.optimizer.by_path["optimizer"].learning_rate = 0.5
-    Save(run, 0, Audit(), Copies(), {})(run, 1)
+    Save(run, Audit(), {})(run, 1)
     assert run.store.wait() is None
     assert list(open_checkpoint(str(tmp_path), "test").facts.built_rates.values()) == [pytest.approx(0.01)]
 
@@ -296,7 +297,7 @@ def test_a_checkpoint_tells_what_layers_hold_besides_weights(tmp_path: Path) -> 
     norm = run.state.model.layers[-1]
     norm.center = np.ones(3)
     held = contents(run.state.model)
-    save = Save(run, 0, Audit(), Copies(), held)
+    save = Save(run, Audit(), held)
     assert list(held) == [f"constant center of layer {norm.path}"]
     save(run, 1)
     assert run.store.wait() is None
@@ -314,7 +315,7 @@ def test_the_audit_is_on_disk_before_ranks_meet_for_the_last_time(tmp_path: Path
     run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     run.group = Noting()
     audit: Any = SimpleNamespace(flush=lambda: done.append("audit"))
-    Save(run, 0, audit, Copies(), {})(run, 1)
+    Save(run, audit, {})(run, 1)
     assert run.store.wait() is None
     assert done == ["audit", "ranks met"]
 
@@ -358,8 +359,9 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
     run = run_of(store)
     run.output = RunOutput(tmp_path)
     run.output.append_metrics("train", 1, 0, {"loss": 1.0})
+    save = Save(run, Audit(), {})
     run.state.step.assign(1)
-    Save(run, 0, Audit(), Copies(), {})(run, 1)
+    save(run, 1)
     assert store.wait() is None
     assert synced[0] == ("metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size)
     assert len(synced) > 1

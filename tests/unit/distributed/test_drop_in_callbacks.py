@@ -25,12 +25,13 @@ from horovod_train.keras.callbacks import (
     MetricAverageCallback,
 )
 from horovod_train.keras.fit import EndEpoch, batches_of_epoch, callbacks_of_fit, steps_of_epoch
+from horovod_train.tensorflow import agreement
 
 
 def in_fit(monkeypatch: pytest.MonkeyPatch, steps_per_execution: int) -> Any:
     """The broadcast callback of rank 1, in an epoch."""
     monkeypatch.setattr("horovod.tensorflow.rank", lambda: 1)
-    monkeypatch.setattr(callbacks, "guards", lambda: SimpleNamespace(end_epochs_together=True))
+    monkeypatch.setattr(agreement.guards, "end_epochs_together", True)
     callback: Any = BroadcastGlobalVariablesCallback()
     callback._model = SimpleNamespace(steps_per_execution=steps_per_execution)
     callback._end_epoch, callback._has_warned = EndEpoch(), False

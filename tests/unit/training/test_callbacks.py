@@ -223,7 +223,8 @@ def test_a_state_that_json_cannot_hold_is_one_line() -> None:
 )
 def test_averages_to_swap_must_be_the_optimizers(decay: float | None, expected: str) -> None:
     model = made()
+    averages = NO_AVERAGES if decay is None else MovingAverages(model, decay)
     callbacks = load_callbacks([Spec("SwapEMAWeights", {"swap_on_epoch": True})])
     with pytest.raises(UserError) as error:
-        callbacks.attach(model, applied(model), MovingAverages(model, decay), epochs=1, steps_per_epoch=1)
+        callbacks.attach(model, applied(model), averages, epochs=1, steps_per_epoch=1)
     assert expected in str(error.value)

@@ -476,7 +476,7 @@ def test_an_evaluation_that_is_interrupted_leaves_no_weight_that_it_assigns(
     weight = tf.Variable(1.0)
     state = SimpleNamespace(variables=[weight], values=lambda: [weight.read_value()])
     step: Any = SimpleNamespace(
-        counter=SimpleNamespace(step=0),
+        counter=None,
         forward_state=state,
         run=lambda *batch: weight.assign_add(1.0),
         has_compiled=lambda size: True,
@@ -549,7 +549,7 @@ def evaluated(*callbacks: str, of_optimizer: bool, request: StopReason | None = 
         skipped={3, 4}, check_used=lambda number, key: done.append(f"{number} left out of {key}"), **of_eval
     )
     parts.eval_step = SimpleNamespace(
-        counter=SimpleNamespace(step=0),
+        counter=None,
         forward_state=SimpleNamespace(variables=[], values=list),
         run=lambda *batch: seen.append(float(weight.numpy()[0])),
         has_compiled=lambda size: True,

@@ -165,7 +165,7 @@ def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) 
     optimizer, optimizers = keras.optimizers.SGD(rate, momentum=momentum), Optimizers({})
     optimizer.build(model.trainable_variables)
     optimizers.by_path["optimizer"] = optimizer
-    return TrainState(model, optimizers, averages=MovingAverages(model, decay))
+    return TrainState(model, optimizers, averages=MovingAverages(model, decay) if decay else None)
 
 
 def restored(

@@ -144,13 +144,13 @@ def test_a_local_average_is_of_all_that_moves_and_tells_how_far_it_moved(model: 
     assert drift is not None
     assert drift.ranks_apart == pytest.approx((8 * 0.5**2) ** 0.5)  # five weights and the three beside them
     assert list(drift.moves) == [weight.path for weight in model.trainable_variables]
-    assert all(moves.changed == pytest.approx([3.0]) for moves in drift.moves.values())
-    assert all(moves.apart == pytest.approx([0.5]) for moves in drift.moves.values())
+    assert all(moves["changed"] == pytest.approx([3.0]) for moves in drift.moves.values())
+    assert all(moves["apart"] == pytest.approx([0.5]) for moves in drift.moves.values())
     local.exchange(doubled, [tf.constant(0.0)], [], tf.constant(2, tf.int64))
     assert local.settle(3)
     drift = local.drift()
     assert drift is not None
-    assert all(moves.changed == pytest.approx([0.0], abs=1e-6) for moves in drift.moves.values())
+    assert all(moves["changed"] == pytest.approx([0.0], abs=1e-6) for moves in drift.moves.values())
 
 
 class Twins(keras.Model):
@@ -183,8 +183,8 @@ def test_the_moves_of_layers_with_one_name_are_told_apart() -> None:
     assert local.settle(1)
     drift = local.drift()
     assert drift is not None
-    assert [moves.changed for moves in drift.moves.values()] == [[0.0], [0.0], [pytest.approx(3.0)], [0.0]]
-    assert [moves.apart for moves in drift.moves.values()] == [[pytest.approx(rows)] for rows in (1, 1, 2, 2)]
+    assert [moves["changed"] for moves in drift.moves.values()] == [[0.0], [0.0], [pytest.approx(3.0)], [0.0]]
+    assert [moves["apart"] for moves in drift.moves.values()] == [[pytest.approx(rows)] for rows in (1, 1, 2, 2)]
 
 
 def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has_failed(model: keras.Model) -> None:
