@@ -169,7 +169,7 @@ def note_progress() -> None:
         _watch.group.heartbeat.phase("train")
 
 
-def exchanging(call: str) -> AbstractContextManager[object]:
+def exchanging(call: str) -> AbstractContextManager[None]:
     """Return a context in which the watch, if there is one, sees that this rank waits for the others.
 
     call: which exchange, for messages: "hvd.barrier", "the start of model.fit". Only for exchanges that Python calls;

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from horovod_train.config.settings import WatchConfig
@@ -101,7 +102,7 @@ class Heartbeat:
         finally:
             self._probe = before
 
-    def phase(self, name: str, detail: str = "") -> ExitStack:
+    def phase(self, name: str, detail: str = "") -> _Phase:
         """Enter a phase immediately. As a context manager it returns to the previous phase at the end.
 
         detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
@@ -109,10 +110,7 @@ class Heartbeat:
         before = self._phase[:2]
         self.outer_phase = before[0]
         self._enter(name, detail)
-        at_end = ExitStack()
-        # After a failure, keep the phase in which it happened, for the report.
-        at_end.push(lambda kind, *_: None if kind else self._enter(*before))
-        return at_end
+        return _Phase(lambda: self._enter(*before))
 
     @property
     def name(self) -> str:
@@ -162,6 +160,18 @@ class Heartbeat:
             if is_current:
                 log.warning(f"cannot read the step and its phases any more: {error}", extra=ANY_RANK)
             return None, None, ""
+
+
+class _Phase:
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # After a failure, keep the phase in which it happened, for the report.
+        if error is None:
+            self._leave()
 
 
 def files_being_read() -> str:
