@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if exit_code and ranks_wait and (step := _step()) is not None:
         from horovod_train.distributed.launch.rendezvous import report_failure
 
-        report_failure(step, exit_code)
+        report_failure(step, exit_code)  # plain srun lets others wait for a rank that fails alone before the ranks meet
     return exit_code
 
 

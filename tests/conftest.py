@@ -33,7 +33,7 @@ import pytest
 PROJECT = Path(__file__).parent.parent
 PROGRAMS = PROJECT / "tests" / "distributed" / "programs"
 BIN = Path(sys.executable).parent
-CASES_OF_A_UNIT = 1
+CASES_OF_A_UNIT = 2
 """Of each test of a unit, those that `make test` runs."""
 HANGS_AFTER_S = 300.0
 """What has not ended by then never will: a limit for what hangs, on a machine that does much else besides."""
@@ -71,11 +71,12 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark as long, of each test of a unit, all cases but the first: they are one more of a kind."""
+    """Mark as long, of each test of a unit, all cases but the first two: they are one more of a kind."""
     seen: Counter[str] = Counter()
     for item in items:
         test, is_case, _ = item.nodeid.partition("[")
-        if is_case and test.startswith("tests/unit/") and not item.get_closest_marker("exhaustive"):
+        is_left_out = item.get_closest_marker("long") or item.get_closest_marker("exhaustive")
+        if is_case and test.startswith("tests/unit/") and not is_left_out:
             seen[test] += 1
             if seen[test] > CASES_OF_A_UNIT:
                 item.add_marker(pytest.mark.long)

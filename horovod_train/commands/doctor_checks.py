@@ -322,7 +322,7 @@ def check_group(group: WorkerGroup) -> CheckResult:
 
 
 def judge_speed(speeds: Sequence[Speed], ranks: int, hosts: int) -> CheckResult:
-    """speeds: of one allreduce by its size, compared with MPI alone if MPI runs."""
+    """Return the time and throughput of one allreduce by its size, compared with MPI alone if MPI runs."""
     rows = ["       bytes      time     GB/s" + ("   MPI alone" if speeds[-1].mpi_s is not None else "")]
     for speed in speeds:
         alone = "" if speed.mpi_s is None else f"   {_time(speed.mpi_s):>9}"

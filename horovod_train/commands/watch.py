@@ -229,8 +229,8 @@ class Follower:
     _courses: dict[tuple[str, str], Course] = field(default_factory=dict)
     _verdicts: Sequence[tuple[int, str]] = ()
     _last_step: int | None = None
-    _seen: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """When a file was written, by the clock that stamps it; and when this process first saw that, by its clock."""
+    _seen: dict[str, tuple[tuple[float, ...], float]] = field(default_factory=dict)
+    """When files were written, by the clock that stamps them; and when this process first saw that, by its clock."""
 
     def __post_init__(self) -> None:
         require_run(self.run_dir)
@@ -323,11 +323,11 @@ class Follower:
 
     def _unwritten_s(self) -> float:
         """Return how long ago a rank has written its log: at least as long as this process has seen no change."""
-        written = max((path.stat().st_mtime for path in self._logs().values()), default=0.0)
-        return max(time.time() - written, self._watched_s("logs", written))
+        written = tuple(path.stat().st_mtime for path in self._logs().values())
+        return max(time.time() - max(written, default=0.0), self._watched_s("logs", *written))
 
-    def _watched_s(self, name: str, written: float) -> float:
-        """Return for how long this process has known that something was last written at that time."""
+    def _watched_s(self, name: str, *written: float) -> float:
+        """Return for how long this process has known that files were last written at those times."""
         if name not in self._seen or self._seen[name][0] != written:
             self._seen[name] = written, time.monotonic()
         return time.monotonic() - self._seen[name][1]

@@ -381,9 +381,10 @@ def open_file_system(url: str) -> tuple[Any, str]:
     _DRIVERS[scheme](url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
-        of_user = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-        # The user's settings take precedence.
-        options = {"config_kwargs": _BOTOCORE_OPTIONS | of_user} if scheme == "s3" else {}
+        options: dict[str, Any] = {}
+        if scheme == "s3":  # the user's settings take precedence
+            of_user = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+            options = {"config_kwargs": _BOTOCORE_OPTIONS | of_user}
         # A cached listing would hide that files have changed.
         system, place = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
     except (RunError, MemoryError):

@@ -393,4 +393,6 @@ class _Sum(keras.regularizers.Regularizer):
 def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
     """Return the weights that are not trained and that the step assigns, in the model's order."""
     changed = {variable.ref() for variable in tried.assigns}
-    return [weight for weight in model.non_trainable_weights if as_tf_variable(weight).ref() in changed]
+    # A subclass may leave weights out of trainable_weights, which Keras' non_trainable_weights then lack too.
+    changed -= {as_tf_variable(weight).ref() for weight in model.trainable_weights}
+    return [weight for weight in model.weights if as_tf_variable(weight).ref() in changed]

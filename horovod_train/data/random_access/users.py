@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,8 @@ class UsersStore(Store):
                     "Records are numbered from 0 to __len__ - 1."
                 ) from found
             if isinstance(found, dict):  # else a bad record; data.on_bad_record says what to do about it
-                sizes.append(float(sum(map(_bytes_of, found.values()))))
+                with suppress(ValueError):  # so is one of values that are no numbers
+                    sizes.append(float(sum(map(_bytes_of, found.values()))))
         return max(sizes)
 
     def _read_singly(self, first: int, last: int) -> Arrays:
@@ -163,7 +165,7 @@ def _build_records(path: str, spec: Spec) -> Any:
 def _bytes_of(values: np.ndarray) -> int:
     if values.dtype != object:
         return values.nbytes
-    encoded = (value.encode(errors="surrogatepass") if isinstance(value, str) else value for value in values.ravel())
+    encoded = (value.encode() if isinstance(value, str) else value for value in values.ravel())
     return sum(len(value) if isinstance(value, bytes) else np.asarray(value).nbytes for value in encoded)
 
 

@@ -87,7 +87,9 @@ class Cause:
 
 
 class Watch(ABC):
-    """What this rank knows of the others, and does about it. `changed` guards all attributes, and sending.
+    """What this rank knows of the others, and does about it.
+
+    `changed` guards all attributes, and sending; every method is called under it.
 
     host_claim: decides which rank of this host prints why the run ends; without it the first remaining rank does.
     """
@@ -366,7 +368,7 @@ class WatchThread:
                 self._end_if_overdue(now - watch.exits_since)
             elif now >= self._next_turn and not watch.is_closed:
                 self._next_turn = now + self._turn_s
-                self._watch.decide(now)
+                watch.decide(now)
                 if not self._is_told and launcher.parent_has_ended():
                     self._is_told = True
                     self._end_without_launcher()
@@ -436,7 +438,7 @@ class WatchThread:
 
 
 class Coordinator(Watch):
-    """Root's: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports."""
+    """The watch on root: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports."""
 
     transport: Server
     _slow_since: float | None = None
@@ -507,7 +509,7 @@ class Coordinator(Watch):
 
 
 class Worker(Watch):
-    """That of every rank but root: follow root's messages, and check that root is not silent."""
+    """The watch on every rank but root: follow root's messages, and check that root is not silent."""
 
     @property
     def handlers(self) -> dict[str, Handler]:

@@ -189,6 +189,7 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
         job.wait_until_trained()
         os.kill(job.pid(victim), signal.SIGSTOP)
         (tmp_path / "stand-still").touch()
+        job.wait_until_said(f"error: stalled: rank {victim} (")
         others = [process for rank, process in enumerate(job.processes) if rank != victim]
         until(lambda: all(process.poll() is not None for process in others), job)
         assert job.processes[victim].poll() is None

@@ -223,7 +223,7 @@ def test_ranks_with_different_numbers_of_batches_end_each_epoch_after_the_fewest
         assert facts["uneven"]["steps_given"] == 3 * 3
 
 
-@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_ranks_with_different_numbers_of_batches_are_refused_if_wanted(
     rank_facts: RankFacts, launcher: str, np: int
@@ -233,7 +233,7 @@ def test_ranks_with_different_numbers_of_batches_are_refused_if_wanted(
         assert f"received rank 0: epoch 1 of 3 batches; {others}: epoch 1 of 4 batches." in facts["uneven_refused"]
 
 
-@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_ranks_of_which_one_stops_early_all_end_with_its_number(rank_facts: RankFacts, launcher: str, np: int) -> None:
     for facts in rank_facts("unequal_epochs", launcher, np):
@@ -241,7 +241,7 @@ def test_ranks_of_which_one_stops_early_all_end_with_its_number(rank_facts: Rank
         assert "epoch 2 of 4 batches." in facts["stopped_alone"]
 
 
-@pytest.mark.long  # a script whose ranks have different numbers of rows: ends/test_scripts.py
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_data_of_unknown_length_is_refused_until_its_steps_are_given(
     rank_facts: RankFacts, launcher: str, np: int

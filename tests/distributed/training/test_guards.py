@@ -11,7 +11,7 @@ from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of,
 from horovod_train.checkpoint.layout import verify
 
 
-@pytest.mark.long  # as killed runs do in ends/test_leaving.py
+@pytest.mark.long  # as the run in test_users_hooks.py does that a hook stops
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["codes"] == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,25 @@ class ManyPacked(Packed):
         return {"x": [self[0]["x"]] * len(records), "y": records}
 
 
+class Exits(WithBuffer):
+    def __getitem__(self, record: int) -> dict[str, Any]:
+        if record in (0, 5):
+            sys.exit(3)
+        return super().__getitem__(record)
+
+
+class Ragged(WithBuffer):
+    """Gives lists of different lengths in one feature, and says by itself which records it has."""
+
+    def fingerprint(self) -> str:
+        return "ragged"
+
+    def read(self, records: np.ndarray) -> dict[str, Any]:
+        rows = np.empty(len(records), object)
+        rows[:] = [[[1], [1, 2]]] * len(records)
+        return {"x": rows, "y": records}
+
+
 def data_of(source: type, **values: Any) -> Any:
     return config("here", source=Spec(f"test_users:{source.__name__}"), targets=("y",), **values)
 
@@ -92,6 +112,16 @@ def test_masked_values_are_none(tmp_path: Path) -> None:
         batches(made)
     found = batches(pipeline(data_of(Masked, on_bad_record="skip")))
     assert {int(number) for batch in found for number in batch.ids if number >= 0} == {*range(RECORDS)} - {5}
+
+
+def test_a_record_that_calls_sys_exit_is_a_bad_record() -> None:
+    found = batches(pipeline(data_of(Exits, on_bad_record="skip")))
+    assert {int(number) for batch in found for number in batch.ids if number >= 0} == {*range(RECORDS)} - {0, 5}
+
+
+def test_lists_of_different_lengths_in_a_feature_are_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"expected numbers or text; the first record holds \[\[1\], \[1, 2\]\]\."):
+        pipeline(data_of(Ragged))
 
 
 def test_a_list_that_has_grown_since_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
