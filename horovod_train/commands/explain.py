@@ -117,6 +117,19 @@ class LastGood:
     step: int
 
 
+class Saved(NamedTuple):
+    """What a run has of its checkpoints. steps: as its summary tells; 0 without one."""
+
+    newest: LastGood | None
+    has_damaged: bool
+    steps: int
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there were checkpoints, and a run could resume from none."""
+        return self.newest is None and (self.has_damaged or self.steps > 0)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """followed: ranks that ended because of another; silent: ranks whose logs do not say how they ended."""
@@ -202,7 +215,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, summary, checkpoint, damaged, counted),
+        next=_next(run_dir, outcome, stories, Saved(checkpoint, bool(damaged), layout.steps_told(summary)), counted),
     )
 
 
@@ -456,17 +469,13 @@ def _next(
     run_dir: Path,
     outcome: Outcome,
     stories: Mapping[int, RankStory],
-    summary: Mapping[str, Any],
-    checkpoint: LastGood | None,
-    damaged: Sequence[str],
+    saved: Saved,
     launched: Sequence[Entry],
 ) -> str:
     logs, folder = run_dir / FOLDER, run_dir / CHECKPOINTS
-    # There were checkpoints, and a run could resume from none.
-    is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(summary) > 0)
     if outcome.state == "finished":
         lost = f"finished, but none of its checkpoints can be read: restore {folder} from a copy"
-        return lost if is_lost else "nothing to do"
+        return lost if saved.is_lost else "nothing to do"
     if outcome.state == "running":
         return f"wait; its progress is in {logs}"
     story = None if outcome.rank is None else stories.get(outcome.rank)
@@ -490,17 +499,17 @@ def _next(
         return f"{first}start it again with the same command"
     resume = resume_of(run_dir)
     words = [] if resume != "never" else ["checkpoint.resume=auto"]
-    does = "resume with" if checkpoint else "start again with"
+    does = "resume with" if saved.newest else "start again with"
     # The run refuses to begin anew over what it has come to, unless it is told from which checkpoint.
-    if is_lost and (damaged or resume in ("auto", "never")):
+    if saved.is_lost and (saved.has_damaged or resume in ("auto", "never")):
         words = ["--resume", "never"]
-        anew = f"remove {folder} and start with" if damaged else "start with"
+        anew = f"remove {folder} and start with" if saved.has_damaged else "start with"
         does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
     begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
     # It has started the last start's ranks, or tried to later: after the start before that.
     is_launched = bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
     is_slurm = not is_launched and any(story.launcher in _SLURM for story in stories.values())
-    if is_slurm and not is_lost:
+    if is_slurm and not saved.is_lost:
         told = "".join(f" with {word} in it" for word in words)
         # It has what SLURM was asked for, such as GPUs and nodes, which the logs do not tell.
         first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "

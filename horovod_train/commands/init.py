@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"--out {out}: expected a name that ends in .yaml, in this folder, where the config's modules are found."
         )
-    draft = KINDS[arguments.kind][0](arguments)
+    describe, _, _ = KINDS[arguments.kind]
+    draft = describe(arguments)
     texts = {out.name: _config_text(draft, out.name), **draft.files}
     for name in texts:
         if Path(name).exists():

@@ -76,8 +76,10 @@ class Lease:
     def must_be_ours(self) -> None:
         """Raise InUse if another run has taken the directory; see is_ours."""
         if not self.is_ours():
-            what = "so this one ends and saves nothing more"
-            raise InUse(f"output_dir: another run has taken the directory, {what}. The other: {self.lost}.")
+            raise InUse(
+                "output_dir: another run has taken the directory, so this one ends and saves nothing more. "
+                f"The other: {self.lost}."
+            )
 
     def close(self) -> None:
         """End the lease; remove the file, unless another run owns it by now."""

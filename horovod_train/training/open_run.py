@@ -268,15 +268,7 @@ def open_run(config: Config) -> Iterator[Run]:
         if line := kept_batch(asked, config, group.size):
             log.info(line)
         _introduce(group, config)
-        data: Mapping[Split, Records | BatchSource]
-        if config.data.dataset:
-            data = open_streams(config, group)
-        else:
-            splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
-            data = records = open_on_all_ranks(config.data, splits, group)
-            # Commands that read other records ask for the inputs of this run.
-            found = with_inputs_of(config.data, records["train"])
-            config = dataclasses.replace(config, data=with_class_names_of(found, records["train"]))
+        data, config = _open_data(config, group)
         model = None
         if is_users(config.model.name):
             model = group.call_in_turns(lambda: build_first_model(config), f"calling {config.model.name}")
@@ -296,6 +288,19 @@ def _measured_phase(group: WorkerGroup, train_step: TrainStep) -> str | None:
     if name == TRAIN:
         return train_step.phase_variable.phase()
     return name if name == HOOK or (name == "exchange" and outer_phase in (TRAIN, HOOK)) else None
+
+
+def _open_data(config: Config, group: WorkerGroup) -> tuple[Mapping[Split, Records | BatchSource], Config]:
+    """Collective: open the records of each split, or the stream; return also the config with what the records tell.
+
+    Commands that read other records ask for the inputs of this run.
+    """
+    if config.data.dataset:
+        return open_streams(config, group), config
+    splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
+    records = open_on_all_ranks(config.data, splits, group)
+    found = with_inputs_of(config.data, records["train"])
+    return records, dataclasses.replace(config, data=with_class_names_of(found, records["train"]))
 
 
 def _environment(config: Config) -> dict[str, str]:

@@ -85,7 +85,7 @@ class UsersStore(Store):
                     "Records are numbered from 0 to __len__ - 1."
                 ) from found
             if isinstance(found, dict):  # else a bad record; data.on_bad_record says what to do about it
-                with suppress(ValueError):  # so is one of values that are no numbers
+                with suppress(ValueError):  # values that are no numbers, or no text: refused where they are described
                     sizes.append(float(sum(map(_bytes_of, found.values()))))
         return max(sizes)
 

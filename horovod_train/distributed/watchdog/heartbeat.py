@@ -67,7 +67,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Written by the main thread, read by the watchdog. Setting a phase costs microseconds.
+    """Written by the main thread, read by the watchdog. Setting a phase costs a microsecond.
 
     Logs each new coarse phase, and a probe that fails.
     """

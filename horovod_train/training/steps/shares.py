@@ -216,7 +216,7 @@ class Shares:
         if values is None or loss.reduction in (None, "none"):
             return value
         if not len(values.shape):
-            if weights is not None:
+            if not self._in_step and weights is not None:
                 self.weighted_as_one[loss.name] = None
             return value
         if not self._in_step:

@@ -81,6 +81,7 @@ class Seeds:
             np.array([(bits + index * 0x94D049BB133111EB) % 2**64 for index in range(len(variables))], np.uint64)
         )
         self.keys: list[int] = (mixed % 2**32).tolist()
+        """By generator, 32 well-mixed bits."""
 
     def set(self, step: tf.Tensor) -> None:
         """In the compiled step: set all of them. step: int64 scalar."""
