@@ -1,5 +1,8 @@
 """A run under watch that goes on until something happens to it: watched.py OUT VICTIM TROUBLE WARN_S STOP_S.
 
+As in every run, a signal is no end by itself: horovodrun sends SIGTERM 0.05 s after a rank has gone, which may be before
+the others have heard of it, and leaves them 5 s.
+
 TROUBLE is what rank VICTIM does after a while: `none`; `slow-input`; `raise`, while the last rank is where it hears
 nothing of it; `raise-alike`, which all do; `unwatched`, which is `none` with the watch off. What befalls a rank from
 outside is up to the test, which finds `pid-N` in OUT once rank N trains.
@@ -25,6 +28,7 @@ from horovod_train.errors import AlreadySaid
 from horovod_train.output import logs, rank_log
 from horovod_train.output.console import to_stderr
 from horovod_train.training.steps.step import PhaseVariable
+from horovod_train.training.stopping import collected_signals
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 LIMITS = WatchConfig(
@@ -96,7 +100,7 @@ def run() -> None:
 
 
 try:
-    with logs.to_console(group.is_root, show=to_stderr), logs.to_file(log.write), run_end:
+    with collected_signals(), logs.to_console(group.is_root, show=to_stderr), logs.to_file(log.write), run_end:
         run()
 except AlreadySaid as error:
     sys.exit(error.exit_code)
