@@ -47,7 +47,6 @@ from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.errors import AlreadySaid, FailedElsewhere, ReadFailed, RunError, UserError, one_line
 from horovod_train.output import logs
 from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
-from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
     "init": ("horovod_train.commands.init", "look at your data and write a config for it, to begin with"),
@@ -264,6 +263,8 @@ def check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> Non
         if getattr(config.data, split):
             look_before_start(config.data, split, ranks=launch.size)
     if launch.rank == 0:
+        from horovod_train.output.run_dir import check_writable  # brings NumPy, which most commands do not need
+
         check_writable(output_dir)
 
 

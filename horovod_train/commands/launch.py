@@ -154,7 +154,7 @@ def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
     why = {"mpi": "--over mpi", "gloo": "gloo, because of --over gloo"}.get(arguments.over)
     is_mpi = arguments.over == "mpi"
     if why is None:
-        way, why = best_way()
+        way, why = best_way() if arguments.np > 1 else ("horovodrun", "a single one exchanges nothing")
         is_mpi = way == "mpirun"
     if is_mpi:
         how, shown = f"ranks are started by mpirun: {why}", launch_command("mpirun", arguments.np)

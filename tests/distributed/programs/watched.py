@@ -1,7 +1,7 @@
 """A run under watch that goes on until something happens to it: watched.py OUT VICTIM TROUBLE WARN_S STOP_S.
 
-As in every run, a signal is no end by itself: horovodrun sends SIGTERM 0.05 s after a rank has gone, which may be before
-the others have heard of it, and leaves them 5 s.
+As in every run, a signal is no end by itself: horovodrun sends SIGTERM 0.05 s after a rank has gone, which may be
+before the others have heard of it, and leaves them 5 s.
 
 TROUBLE is what rank VICTIM does after a while: `none`; `slow-input`; `raise`, while the last rank is where it hears
 nothing of it; `raise-alike`, which all do; `unwatched`, which is `none` with the watch off. What befalls a rank from

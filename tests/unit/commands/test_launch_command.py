@@ -22,7 +22,16 @@ import pytest
 from conftest import HANGS_AFTER_S, PROJECT, Finished, rank_environment, run_process
 
 from horovod_train.commands import launch as launch_module
-from horovod_train.commands.launch import NotEnough, Plan, Program, Supervisor, _plan_of_member, _program, judge
+from horovod_train.commands.launch import (
+    NotEnough,
+    Plan,
+    Program,
+    Supervisor,
+    _plan_of_member,
+    _plan_of_this_host,
+    _program,
+    judge,
+)
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
@@ -229,6 +238,25 @@ def test_the_command_that_would_be_started_is_shown() -> None:
     finished = launch("-np", 3, "--over", "mpi", "--dry-run", "--", *words)
     command = [*launch_command("mpirun", 3), sys.executable, "-m", "horovod_train.main", *words]
     assert finished.stdout.split() == command, finished.stderr
+
+
+@pytest.mark.parametrize(("np", "tries"), [(1, False), (2, True)])
+def test_a_single_rank_waits_for_no_trial_of_mpi(monkeypatch: pytest.MonkeyPatch, np: int, tries: bool) -> None:
+    tried: list[bool] = []
+
+    def try_mpi() -> tuple[str, str]:
+        tried.append(True)
+        return "mpirun", "it works"
+
+    monkeypatch.setattr(launch_module, "best_way", try_mpi)
+    plan = _plan_of_this_host(Namespace(np=np, over="auto", slots=None))
+    assert (bool(tried), plan.how.startswith("ranks are started by mpirun: it works")) == (tries, tries)
+
+
+def test_it_loads_no_library_of_arrays() -> None:
+    finished = run_process([sys.executable, "-X", "importtime", *LAUNCH[1:], "-np", "1", "--", "true"])
+    assert "launch: ranks are started by launch itself: a single one exchanges nothing\n" in finished.stderr
+    assert not re.search(r"\| +(numpy|tensorflow)$", finished.stderr, re.MULTILINE)
 
 
 def test_a_setting_is_no_program() -> None:
