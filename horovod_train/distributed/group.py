@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed import device, objects
-from horovod_train.distributed.allreduce import over_ranks, sum_over_ranks
+from horovod_train.distributed.allreduce import in_turn, is_alone, over_ranks, sum_over_ranks
 from horovod_train.distributed.launch import tuning
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
@@ -94,7 +94,8 @@ class WorkerGroup:
         """
         with self.heartbeat.phase("exchange"):
             check_sendable(variables)
-            hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
+            if not is_alone():
+                run_as_graph(lambda: broadcast_by_position(list(map(as_tf_variable, variables)), 0, "group.broadcast"))
 
     def broadcast_object(self, value: T) -> T:
         """Collective: return root's value on every rank. For small values of the types that objects.dump takes."""
@@ -178,6 +179,37 @@ class WorkerGroup:
         self.barrier()
         if not self.keeps_horovod:
             hvd.shutdown()
+
+
+def broadcast_by_position(
+    variables: Sequence[tf.Variable],
+    root_rank: int,
+    prefix: str,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> None:
+    """Collective, in a graph: set the variables to root_rank's values, under names by position after `prefix`.
+
+    Keras numbers the names of variables in each process separately. prefix: unique among the exchanges under way.
+    """
+
+    def exchange(values: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            hvd.broadcast(value, root_rank, name=f"{prefix}.{number}", ignore_name_scope=True, process_set=process_set)
+            for number, value in enumerate(values)
+        ]
+
+    values = in_turn("broadcast", list(map(tf.convert_to_tensor, variables)), exchange, process_set)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def run_as_graph(exchanges: Callable[[], None]) -> None:
+    """Run exchanges in one graph, so that they overlap.
+
+    Not as a tf.function that is called: TensorFlow would warn of retracing. Without autograph, which would rewrite
+    Horovod's functions first, and take longer than most exchanges.
+    """
+    tf.function(exchanges, autograph=False).get_concrete_function()()
 
 
 def as_tf_variable(variable: Any) -> tf.Variable:

@@ -17,7 +17,7 @@ from horovod.tensorflow.mpi_ops import MPI_LIB
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.allreduce import in_turn
-from horovod_train.distributed.group import as_tf_variable, check_sendable, name_of
+from horovod_train.distributed.group import as_tf_variable, broadcast_by_position, check_sendable, name_of, run_as_graph
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.layer_contents import finalize
 from horovod_train.distributed.objects import HOST
@@ -52,7 +52,7 @@ def broadcast_variables(
                 _check_alike(targets, root_rank, process_set)
     tf_variables = [as_tf_variable(variable) for variable in targets]
     with exchanging("hvd.broadcast_variables") if tf.executing_eagerly() else nullcontext():
-        _broadcast_by_position(tf_variables, root_rank, process_set, inplace)
+        _broadcast(tf_variables, root_rank, process_set, inplace)
     if tf.executing_eagerly():
         for given in variables if isinstance(variables, list | tuple) else [variables]:
             if isinstance(given, keras.Layer):
@@ -161,29 +161,13 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
-def _broadcast_by_position(
-    variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet, inplace: bool
-) -> None:
-    """Broadcast variables under names by position: Keras numbers their names in each process separately."""
+def _broadcast(variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet, inplace: bool) -> None:
     # Broadcasts of one compiled step overlap, so they need different names.
     prefix = "broadcast_variables"
     if not tf.executing_eagerly():
         prefix = tf.compat.v1.get_default_graph().unique_name(prefix)
 
-    def broadcast_all() -> None:
-        def exchange(values: list[tf.Tensor]) -> list[tf.Tensor]:
-            return [
-                hvd.broadcast(
-                    value, root_rank, name=f"{prefix}.{number}", ignore_name_scope=True, process_set=process_set
-                )
-                for number, value in enumerate(values)
-            ]
-
-        values = in_turn("broadcast_variables", list(map(tf.convert_to_tensor, variables)), exchange, process_set)
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-
-    def broadcast_all_in_place() -> None:
+    def broadcast_in_place() -> None:
         by_device: dict[str, list[tuple[str, Any]]] = {}
         for number, variable in enumerate(variables):
             by_device.setdefault(variable.device, []).append((f"{prefix}.{number}", variable.handle))
@@ -200,11 +184,12 @@ def _broadcast_by_position(
                 before = [operation]
             return before
 
-        in_turn("broadcast_variables", [tf.constant(0)], exchange, process_set)
+        in_turn("broadcast", [tf.constant(0)], exchange, process_set)
 
-    # One graph, so that the exchanges overlap. Not called as a tf.function: TensorFlow would warn of retracing.
-    broadcast = broadcast_all_in_place if inplace else broadcast_all
-    tf.function(broadcast, autograph=False).get_concrete_function()()
+    def broadcast_copies() -> None:
+        broadcast_by_position(variables, root_rank, prefix, process_set)
+
+    run_as_graph(broadcast_in_place if inplace else broadcast_copies)
 
 
 def _variables_in(argument: Any) -> Iterator[Any]:
