@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from conftest import Finished, RankFacts, launcher_command, run_process, train
 
+pytestmark = pytest.mark.long
+
 CHECKS = [
     "versions", "same everywhere", "horovod", "launcher", "hosts", "devices", "threads", "settings", "averaging",
     "group sums", "exchange speed", "network", "file system", "clocks",
@@ -66,7 +68,6 @@ def test_speed_is_measured_beside_mpi_where_mpi_runs(visit: Visit) -> None:
     assert rows[-1]["gb_per_s"] > rows[0]["gb_per_s"]
 
 
-@pytest.mark.long
 def test_alone_it_examines_the_machine() -> None:
     finished = train(["doctor", "--json"])
     assert finished.returncode == 0, finished.text
@@ -84,13 +85,11 @@ def doctored(rank_facts: RankFacts) -> dict[str, list[str]]:
     return facts[0]["found"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["right", "shared", "clocks"])
 def test_what_is_right_is_found_right(doctored: dict[str, list[str]], name: str) -> None:
     assert doctored[name][0] == "ok", doctored[name]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -106,14 +105,12 @@ def test_what_is_wrong_is_found_wrong(doctored: dict[str, list[str]], name: str,
     assert text in said
 
 
-@pytest.mark.long
 def test_settings_that_are_shown_are_those_that_horovod_finds(rank_facts: RankFacts) -> None:
     for facts in rank_facts("doctored", "srun", 2):
         assert facts["settings"]
         assert all(shown == set_ for shown, set_ in facts["settings"].values())
 
 
-@pytest.mark.long
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(tmp_path: Path) -> None:
     script = tmp_path / "late.sh"
     script.write_text(

@@ -15,6 +15,8 @@ from horovod_train.config.settings import Spec
 from horovod_train.models import build_model
 from horovod_train.optim.schedules import Horizon, build_formula
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def planned_and_done(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[dict[str, Any], dict, Path]:

@@ -229,6 +229,7 @@ def test_records_without_targets_can_be_predicted(
     assert np.allclose(np.load(tmp_path / "new.npz")["output"], predicted[:50], atol=2e-2 * np.abs(predicted).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["keras", pytest.param("savedmodel", marks=pytest.mark.exhaustive)]
 )  # see unit/test_export

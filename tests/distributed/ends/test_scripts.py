@@ -87,6 +87,7 @@ def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> Non
     assert finished.stderr.count("ModelCheckpoint, CSVLogger run on rank 0 only, so that no file is written") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", ["backs-up", pytest.param("backs-up-on-root", marks=pytest.mark.exhaustive)])
 def test_a_killed_script_continues_from_roots_backup_as_if_it_had_not_been(tmp_path: Path, trouble: str) -> None:
     """With BackupAndRestore and one folder on all ranks, and on root alone."""

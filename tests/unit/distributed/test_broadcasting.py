@@ -23,6 +23,6 @@ def test_devices_are_broadcast_in_place_one_after_the_other(monkeypatch: pytest.
     monkeypatch.setattr(hvd.global_process_set, "size", lambda: 2)
     monkeypatch.setattr(broadcasting, "MPI_LIB", SimpleNamespace(horovod_broadcast_inplace_resource=broadcast))
     variables: list[Any] = [SimpleNamespace(device=f"GPU:{number % 3}", handle=None) for number in range(6)]
-    broadcasting._broadcast_by_position(variables, 0, hvd.global_process_set, inplace=True)
+    broadcasting._broadcast(variables, 0, hvd.global_process_set, inplace=True)
     assert len(operations) == 3
     assert [operation.control_inputs for operation in operations[1:]] == [operations[:1], operations[1:2]]

@@ -184,6 +184,7 @@ def test_collectives_say_so() -> None:
                 "objects.",
                 "self.sum(",
                 "self.sum_in_step(",
+                "broadcast_by_position(",
                 "sum_over_ranks(",
                 "self.gather(",
                 "self.raise_together(",
