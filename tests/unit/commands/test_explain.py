@@ -592,7 +592,7 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
     assert (found.state, found.followed, found.silent) == ("finished", [], [])
 
 
-@pytest.mark.parametrize("of", ["one start", "many starts"])
+@pytest.mark.parametrize("of", ["one start", pytest.param("many starts", marks=pytest.mark.long)])
 def test_a_long_log_is_not_held_in_memory(tmp_path: Path, of: str) -> None:
     Run(tmp_path, 1, "none")
     log = log_file(tmp_path / "logs", 0)

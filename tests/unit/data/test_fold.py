@@ -24,7 +24,7 @@ from horovod_train.errors import UserError
 RECORDS, FOLDS = 70, 4
 
 
-@pytest.fixture(params=["tfrecords", "arrays"])
+@pytest.fixture(params=["tfrecords", pytest.param("arrays", marks=pytest.mark.long)])
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "tfrecords":
         path = str(make_images(tmp_path / "data" / "all"))

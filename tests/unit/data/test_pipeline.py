@@ -335,7 +335,7 @@ def by_number(made: list[Any]) -> dict[int, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", ["raw", "encoded"])
+@pytest.mark.parametrize("kind", ["raw", pytest.param("encoded", marks=pytest.mark.long)])
 def test_augmentation_repeats_for_the_same_epoch_and_record(tmp_path: Path, kind: str) -> None:
     make = make_images if kind == "raw" else make_encoded
     data = config(make(tmp_path / "train"), augment=AUGMENT)
