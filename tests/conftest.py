@@ -128,6 +128,10 @@ def without_tensorflow(folder: Path) -> dict[str, str]:
     return environment | {"PYTHONPATH": f"{package.parent}:{environment['PYTHONPATH']}"}
 
 
+WARNINGS_FAIL = pytest.mark.filterwarnings("error", "default::ResourceWarning")
+"""Fails a test that warns; but not for a file that an earlier one left open, which Python may collect at any time."""
+
+
 def launcher_command(launcher: str, np: int) -> list[str]:
     """The words before `python …` that start `np` ranks on this host."""
     as_srun = [sys.executable, str(PROJECT / "tests" / "as_srun.py"), str(np)]

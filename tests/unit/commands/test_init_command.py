@@ -12,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
+from conftest import WARNINGS_FAIL
 
 from horovod_train.config.loader import load
 from horovod_train.data.prepare.tables import load_table
@@ -37,7 +38,7 @@ def test_words_with_what_ends_a_line_elsewhere_stay_whole() -> None:
     assert {"one\u2028two", "three\x85four"} <= {*layer.get_vocabulary()}
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_FAIL
 @pytest.mark.parametrize("other", ["side", "km_h", "km_h_1"])
 def test_columns_may_have_names_that_no_layer_may(capsys: pytest.CaptureFixture[str], other: str) -> None:
     """Nor need those be different that layers get in their place, and Keras need not tell the user."""
@@ -48,7 +49,7 @@ def test_columns_may_have_names_that_no_layer_may(capsys: pytest.CaptureFixture[
     keras.models.clone_model(model)
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_FAIL
 def test_inputs_of_records_may_have_names_that_no_layer_may() -> None:
     rows = "".join(f"{n},{n % 3},{n * 0.5}\n" for n in range(20))
     Path("a.csv").write_text(f"km/h,km_h,price\n{rows}")

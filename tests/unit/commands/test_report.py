@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import WARNINGS_FAIL
 
 from horovod_train.commands.explain import resume_of
 from horovod_train.commands.report import (
@@ -98,7 +99,7 @@ def drawn(svg: str, number: int, name: str = "chart") -> np.ndarray:
     return np.array([[float(x), float(y)] for x, y in re.findall(r"[ML] (\S+) (\S+)", path[1])])
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_FAIL
 @pytest.mark.parametrize("name", [r"$\frac{$ x", "$a$", "recall[cat]", "a\x1b[31mb\x00\r\u2028", "<b>&\"'"])
 def test_names_are_drawn_as_they_are(tmp_path: Path, name: str) -> None:
     rows = [{"step": step, "epoch": 1, "split": "train", "seconds": 1.0, name: 0.5} for step in (20, 40)]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from conftest import WARNINGS_FAIL
 
 from horovod_train.commands.cli import check_out
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
@@ -246,7 +247,7 @@ def test_a_class_comes_with_its_probability_where_scores_tell_one(form: str, tmp
     assert ("probability" in arrays) == (expected is not None)
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_FAIL
 @pytest.mark.parametrize("are_logits", [True, False, None])
 @pytest.mark.parametrize("classes", [1, 2])
 def test_scores_with_nan_name_no_class(tmp_path: Path, classes: int, are_logits: bool | None, said: list[str]) -> None:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import WARNINGS_FAIL
 from keras import layers
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
@@ -69,7 +70,7 @@ class Doubled:
         return 2 * x
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_FAIL
 @pytest.mark.parametrize(
     "activation", [Doubled(), functools.partial(keras.activations.relu, negative_slope=0.1), lambda x: 2 * x]
 )
