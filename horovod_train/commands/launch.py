@@ -151,10 +151,13 @@ def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
         raise UserError("launch: -np N is required: the number of ranks; or -H HOST:SLOTS,… for several hosts.")
     if arguments.slots is not None:
         raise UserError("launch: --slots is for ranks on several hosts; -np says how many there are on this one.")
-    why = {"mpi": "--over mpi", "gloo": "gloo, because of --over gloo"}.get(arguments.over)
     is_mpi = arguments.over == "mpi"
-    if why is None:
-        way, why = best_way() if arguments.np > 1 else ("horovodrun", "a single one exchanges nothing")
+    if arguments.over != "auto":
+        why = "--over mpi" if is_mpi else "gloo, because of --over gloo"
+    elif arguments.np == 1:
+        why = "a single one exchanges nothing"
+    else:
+        way, why = best_way()
         is_mpi = way == "mpirun"
     if is_mpi:
         how, shown = f"ranks are started by mpirun: {why}", launch_command("mpirun", arguments.np)

@@ -181,6 +181,10 @@ class WorkerGroup:
             hvd.shutdown()
 
 
+BROADCASTS = "broadcasts"
+"""The name under which broadcasts take turns; see in_turn."""
+
+
 def broadcast_by_position(
     variables: Sequence[tf.Variable],
     root_rank: int,
@@ -198,18 +202,18 @@ def broadcast_by_position(
             for number, value in enumerate(values)
         ]
 
-    values = in_turn("broadcast", list(map(tf.convert_to_tensor, variables)), exchange, process_set)
+    values = in_turn(BROADCASTS, list(map(tf.convert_to_tensor, variables)), exchange, process_set)
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
-def run_as_graph(exchanges: Callable[[], None]) -> None:
-    """Run exchanges in one graph, so that they overlap.
+def run_as_graph(exchanges: Callable[[], Any]) -> Any:
+    """Run exchanges in a new graph, in which they overlap; return their result.
 
-    Not as a tf.function that is called: TensorFlow would warn of retracing. Without autograph, which would rewrite
-    Horovod's functions first, and take longer than most exchanges.
+    Not as a tf.function that is called: TensorFlow would warn of retracing. Without autograph, which would first
+    rewrite Horovod's functions.
     """
-    tf.function(exchanges, autograph=False).get_concrete_function()()
+    return tf.function(exchanges, autograph=False).get_concrete_function()()
 
 
 def as_tf_variable(variable: Any) -> tf.Variable:

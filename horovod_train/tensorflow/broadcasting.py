@@ -17,7 +17,14 @@ from horovod.tensorflow.mpi_ops import MPI_LIB
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.allreduce import in_turn
-from horovod_train.distributed.group import as_tf_variable, broadcast_by_position, check_sendable, name_of, run_as_graph
+from horovod_train.distributed.group import (
+    BROADCASTS,
+    as_tf_variable,
+    broadcast_by_position,
+    check_sendable,
+    name_of,
+    run_as_graph,
+)
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.layer_contents import finalize
 from horovod_train.distributed.objects import HOST
@@ -184,7 +191,7 @@ def _broadcast(variables: Sequence[tf.Variable], root_rank: int, process_set: hv
                 before = [operation]
             return before
 
-        in_turn("broadcast", [tf.constant(0)], exchange, process_set)
+        in_turn(BROADCASTS, [tf.constant(0)], exchange, process_set)
 
     def broadcast_copies() -> None:
         broadcast_by_position(variables, root_rank, prefix, process_set)

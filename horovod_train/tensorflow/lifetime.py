@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.device import chosen_before, in_use
-from horovod_train.distributed.group import WorkerGroup, is_connection_loss
+from horovod_train.distributed.group import WorkerGroup, is_connection_loss, run_as_graph
 from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, form_group, start_process
@@ -151,8 +151,8 @@ def join() -> tf.Tensor:
     if not tf.executing_eagerly():
         raise UserError("hvd.join: TensorFlow would compute it once and keep the result. Call it outside tf.function.")
     with exchanging("hvd.join"):
-        # A new graph each time. Horovod's operation counts as a constant, so that a second call would not wait.
-        last_rank = tf.function(hvd.join, autograph=False).get_concrete_function()()
+        # In a new graph each time: Horovod's operation counts as a constant, so that a second call would not wait.
+        last_rank = run_as_graph(hvd.join)
     agreement.reset_counts()
     return last_rank
 

@@ -78,7 +78,7 @@ def best_way() -> tuple[Way, str]:
 
 
 def mpi_problem() -> str | None:
-    """Return why MPI cannot start ranks of Horovod here, or None if it can. Starts two processes, for a second."""
+    """Return why MPI cannot start ranks of Horovod here, or None if it can. Starts two processes for a moment."""
     if shutil.which("mpirun") is None:
         return "there is no mpirun on PATH"
     library = horovod_library()

@@ -28,7 +28,7 @@ CORE = {
     1: ["function as metric", "Dice", "optimizer MultiOptimizer", "own train_step that draws"],
     3: ["mask, mean_with_sample_weight, weights"],
 }
-"""By ranks. One has those that ranks have no part in, or that are of a kind that three have."""
+"""By ranks. One has those that ranks have no part in, or of whose kind test-all trains more on three."""
 LONG = {
     1: [
         *("mask, sum, weights", "two losses, metrics by output", "constraint", "short names", "schedule"),

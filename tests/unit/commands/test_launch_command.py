@@ -253,7 +253,7 @@ def test_a_single_rank_waits_for_no_trial_of_mpi(monkeypatch: pytest.MonkeyPatch
     assert (bool(tried), plan.how.startswith("ranks are started by mpirun: it works")) == (tries, tries)
 
 
-def test_it_loads_no_library_of_arrays() -> None:
+def test_it_loads_neither_numpy_nor_tensorflow() -> None:
     finished = run_process([sys.executable, "-X", "importtime", *LAUNCH[1:], "-np", "1", "--", "true"])
     assert "launch: ranks are started by launch itself: a single one exchanges nothing\n" in finished.stderr
     assert not re.search(r"\| +(numpy|tensorflow)$", finished.stderr, re.MULTILINE)
