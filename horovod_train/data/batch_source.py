@@ -117,6 +117,10 @@ class Batches(Iterator[Batch]):
         self._cursor = self._cursor._replace(chunk=after.chunk, taken=after.taken)
         return result
 
+    def last_taken(self) -> Batch:
+        """Return the batch that was taken last; one must have been."""
+        return _batch_at(self._cursor.chunk, self._cursor.taken - 1)
+
     def __next__(self) -> Batch:
         cursor = _advance_if_used_up(self._cursor, lambda take: take())
         self._cursor = cursor._replace(taken=cursor.taken + 1)
@@ -186,11 +190,6 @@ def _advance_if_used_up(cursor: Cursor, wait: Wait) -> Cursor:
 
 def _steps(chunk: Batch) -> tf.Tensor:
     return tf.shape(chunk.count)[0]
-
-
-def last_taken(cursor: Cursor) -> Batch:
-    """Return the batch that was taken last; one must have been."""
-    return _batch_at(cursor.chunk, cursor.taken - 1)
 
 
 def _batch_at(chunk: Batch, step: tf.Tensor) -> Batch:

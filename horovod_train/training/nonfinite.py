@@ -57,7 +57,7 @@ class Failure:
         batch: Batch | None,
         labels: Mapping[str, int],
     ) -> None:
-        """In the compiled step: note that the combined gradients are not finite. is_cause: bool, see above.
+        """In the compiled step or after it: note that combined gradients are not finite. is_cause: bool, see above.
 
         batch: that the gradients are of, if it is known. labels: of targets that are labels, how many there are.
         """

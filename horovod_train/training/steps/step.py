@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch, last_taken
+from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
@@ -171,6 +171,9 @@ class TrainStep:
         if size not in self._runs:
             self._runs[size] = _compiled(self._run_steps, size)
         continues, ids = batches.call(self._runs[size], tf.constant(steps, tf.int32))
+        if not continues and self._notes_at_end and self.update.optimizers.failed:
+            failure = self.state.failure
+            self._note_failure(self.state.step, failure.last_loss, 0, self.rows.scaled(batches.last_taken()))
         self.figures.count(len(ids) * ids.shape[1])
         return len(ids), bool(continues), ids.numpy()
 
@@ -195,8 +198,6 @@ class TrainStep:
             continues=lambda continues, _: continues,
             wait=self._wait,
         )
-        if self._notes_at_end:
-            self._note_last(cursor)
         trained = self.state.finite([as_tf_variable(each) for each in self.state.model.trainable_variables])
         if trained and not self.update.holds_back:
             continues = tf.logical_and(continues, variables_are_finite(trained))
@@ -424,18 +425,8 @@ class TrainStep:
 
     @property
     def _notes_at_end(self) -> bool:
-        """Whether a failure is noted once, after the steps of a compiled call: a branch in each step is costly."""
+        """Whether a failure is noted after a compiled call, which has ended at it: a branch in each step is costly."""
         return self.state.synchronization.stops_at_once and not self.update.holds_back
-
-    def _note_last(self, cursor: Cursor) -> None:
-        """In the compiled call, after its steps: note whether the last of them has failed."""
-        failure, failed = self.state.failure, self.update.optimizers.failed.read_value()
-
-        def note() -> None:
-            step, loss = self.state.step.read_value(), failure.last_loss.read_value()
-            self._note_failure(step, loss, 0, self.rows.scaled(last_taken(cursor)))
-
-        tf.cond(failed, note, lambda: None)
 
     def _note_failure(self, step: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int, batch: Batch | None) -> None:
         self.state.failure.note(step, self.update.optimizers.is_cause, loss, skips, batch, self.labels)

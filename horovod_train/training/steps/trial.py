@@ -130,18 +130,24 @@ def try_step(
 def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) -> None:
     """Have Keras make the metrics that a model was compiled with, which it makes when it has a batch and its outputs.
 
-    A trial that makes them is done twice, and traces the backward pass each time.
+    A function that makes variables is traced twice: so this one computes no outputs, and a trial makes no metrics.
     """
 
-    def trace(records: Any) -> None:
+    def forward(records: Any) -> tuple[Any, ...]:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data_of(records))
-        outputs = model(x, training=False)
-        model.compute_loss(x, y, outputs, weights)
-        model.compute_metrics(x, y, outputs, weights)
+        return x, y, model(x, training=False), weights
+
+    def trace(given: tuple[Any, ...]) -> None:
+        model.compute_loss(*given)
+        model.compute_metrics(*given)
+
+    def spec_of(value: Any) -> Any:
+        return None if value is None else tf.TensorSpec(value.shape, value.dtype)
 
     # What is wrong with the model, its losses or metrics, the trial says.
     with suppress(Exception):
-        tf.function(trace, autograph=False).get_concrete_function(spec)
+        given = tf.function(forward, autograph=False).get_concrete_function(spec).structured_outputs
+        tf.function(trace, autograph=False).get_concrete_function(tf.nest.map_structure(spec_of, given))
 
 
 def _refuse_text(nodes: Sequence[Any], spec: Any, method: str) -> None:
