@@ -32,27 +32,20 @@ from uneven import (
 
 from horovod_train.config.settings import Config, TrainConfig
 from horovod_train.data.batch_source import Batch
-from horovod_train.optim.lars import LARS
 from horovod_train.training.build import build_evaluation
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.step import EvalStep, TrainStep
 
-BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "sgd": lambda: keras.optimizers.SGD(0.5),
-    "lars": lambda: LARS(0.5, momentum=0.9, weight_decay=0.01, trust_coefficient=0.1),
-}
 facts: dict[str, Any] = {"rank": rank, "errors": {}}
-for name, build in BUILDERS.items():
-    step = train(build(), build_model(), size_of_first=FULL if name == "lars" else ANY_SIZE)
-    alone = build_model()
-    losses = train_alone(build(), alone)
-    facts["errors"][name] = rel_error(weights(step.state.model), weights(alone))
-    if name == "sgd":
-        facts["loss"] = [step.figures.result(group)["loss"], np.dot(losses, COUNTS) / sum(COUNTS)]
-        average = 0.1 * (0.81 * losses[0] + 0.9 * losses[1] + losses[2])
-        facts["loss_average"] = [step.state.average_loss(group)["loss_average"], average / (1 - 0.9**3)]
-        facts["steps"] = int(step.state.step)
+step = train(keras.optimizers.SGD(0.5), build_model(), size_of_first=FULL)
+alone = build_model()
+losses = train_alone(keras.optimizers.SGD(0.5), alone)
+facts["errors"]["sgd"] = rel_error(weights(step.state.model), weights(alone))
+facts["loss"] = [step.figures.result(group)["loss"], np.dot(losses, COUNTS) / sum(COUNTS)]
+average = 0.1 * (0.81 * losses[0] + 0.9 * losses[1] + losses[2])
+facts["loss_average"] = [step.state.average_loss(group)["loss_average"], average / (1 - 0.9**3)]
+facts["steps"] = int(step.state.step)
 
 # The penalty of the config, which halves the square and leaves out biases.
 alone = build_model(l2=0.1, l2_of_output=0.1)

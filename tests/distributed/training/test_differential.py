@@ -26,7 +26,7 @@ IN_ONE_LAUNCH = 40
 
 CORE = {
     1: ["function as metric", "Dice", "optimizer MultiOptimizer", "own train_step that draws"],
-    3: ["mask, mean_with_sample_weight, weights"],
+    2: ["mask, mean_with_sample_weight, weights"],
 }
 """By ranks. One has those that ranks have no part in, or of whose kind test-all trains more on three."""
 LONG = {
@@ -35,6 +35,7 @@ LONG = {
         "IntegerLookup",
     ],
     3: [
+        "mask, mean_with_sample_weight, weights",
         *("plain", "own train_step, weights", "layer with a counter, local"),
         *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
         *("metrics of states that are no sums", "XLA, mask", "loss of losses", "own compute_loss, private sum"),

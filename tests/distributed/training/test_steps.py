@@ -26,8 +26,8 @@ def by(program: str, *names: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("program", "name"),
     [
-        *by("steps", "lars", "l2", "sparse"),
-        *by("steps_more", "sparse_accumulated", "sparse_as_dense", "sparse_clipped", "sparse_adam"),
+        *by("steps", "sgd", "l2", "sparse"),
+        *by("steps_more", "lars", "sparse_accumulated", "sparse_as_dense", "sparse_clipped", "sparse_adam"),
     ],
 )
 def test_update_is_the_gradient_of_the_mean_over_all_records(
