@@ -130,14 +130,15 @@ def try_step(
 def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) -> None:
     """Have Keras make the metrics that a model was compiled with, which it makes when it has a batch and its outputs.
 
-    A function that makes variables is traced twice: so this one computes no outputs, and a trial makes no metrics.
+    TensorFlow traces a function that makes variables twice. So metrics are made in a function of their own, which takes
+    the outputs as they come from `forward`: neither the forward pass nor the trial is traced twice.
     """
 
     def forward(records: Any) -> tuple[Any, ...]:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data_of(records))
         return x, y, model(x, training=False), weights
 
-    def trace(given: tuple[Any, ...]) -> None:
+    def make(given: tuple[Any, ...]) -> None:
         model.compute_loss(*given)
         model.compute_metrics(*given)
 
@@ -147,7 +148,7 @@ def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) 
     # What is wrong with the model, its losses or metrics, the trial says.
     with suppress(Exception):
         given = tf.function(forward, autograph=False).get_concrete_function(spec).structured_outputs
-        tf.function(trace, autograph=False).get_concrete_function(tf.nest.map_structure(spec_of, given))
+        tf.function(make, autograph=False).get_concrete_function(tf.nest.map_structure(spec_of, given))
 
 
 def _refuse_text(nodes: Sequence[Any], spec: Any, method: str) -> None:
