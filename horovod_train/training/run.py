@@ -292,7 +292,10 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
         step = _train_until(run, parts.train.same_size_until(position(state, parts.train), step, until), batches, audit)
         ended = _call(run, step, [hook for hook in hooks if hook.is_due(step)])
         # A hook that ends the run may be an evaluation interrupted by a stop request.
-        requested = requested or (stopping.vote() if ended else stopping.vote_periodically())
+        asked = stopping.vote() if ended else stopping.vote_periodically()
+        if ended and ended.restartable and not asked:
+            asked, ended = ended, None  # a user's hook stops it as a signal does: where a resume changes nothing
+        requested = requested or asked
     state.check_finite(run.group)
     stop = requested or ended
     if stop in (LEASE_LOST, SAVES_FAILED):

@@ -14,6 +14,7 @@ PLATEAU = {"name": "ReduceLROnPlateau", "options": {"factor": 0.1, "patience": 1
 STOPPED = 'hooks=["user_hooks:stop_at_12"]'
 """After 12 steps, in the third epoch."""
 
+LOCAL = ("train.synchronization=local", "train.average_every_steps=3")
 AVERAGED = ("data.shuffle=false", "model=user_models:vector", "lr_schedule.base_lr=0.3")
 OPTIMIZER = "optimizer={name: sgd, options: {momentum: 0.9, use_ema: true, ema_momentum: 0.8"
 NOTES = "user_callbacks:NotesWeights"
@@ -43,6 +44,8 @@ facts = {
     "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
     "mean": called_back("mean", MEAN, *CYCLICAL),
     "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL, STOPPED),
+    "local": called_back("local", [], *LOCAL),
+    "local, resumed": resumed("local, resumed", [], *LOCAL, 'hooks=["user_hooks:stop_at_17"]'),
     "ended": run("ended", "enough_at_6", "note"),
     "ended before": run("ended", "enough_at_6", "note"),
     "runs": str(OUT),

@@ -156,6 +156,15 @@ def test_averages_resume_bit_for_bit_at_the_end_of_an_epoch(rank_facts: RankFact
 
 
 @pytest.mark.long
+def test_a_hook_that_stops_between_two_averages_of_ranks_waits_for_the_next(rank_facts: RankFacts) -> None:
+    """So that the run ends with the same bits as without."""
+    root, _ = rank_facts("called_back", *WAY)
+    whole, again = root["local"], root["local, resumed"]
+    assert (again["first_code"], again["code"]) == (75, 0)
+    assert again["weights_sha256"] == whole["weights_sha256"] is not None
+
+
+@pytest.mark.long
 def test_weights_are_overwritten_with_averages_as_fit_does(rank_facts: RankFacts) -> None:
     """Without SwapEMAWeights evaluations see the weights, and the end the averages."""
     root, _ = rank_facts("called_back", *WAY)
