@@ -416,17 +416,8 @@ class ResumePoint(NamedTuple):
 
     checkpoint: Checkpoint | None
     damaged: Mapping[int, Damaged]
-    instead_of: str = ""
-    """The path in checkpoint.resume, if the run began there and resumes from its own newest checkpoint."""
-
-    def explanation(self) -> str:
-        """Return a line about `instead_of`; "" if there is nothing to say."""
-        if not self.instead_of:
-            return ""
-        return (
-            f"checkpoint.resume: this run began at {self.instead_of}, and resumes from its own newest checkpoint. "
-            "To begin there again, choose another --output-dir."
-        )
+    note: str = ""
+    """What is to be said about the choice."""
 
 
 def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
@@ -454,7 +445,11 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     if resume != "auto":
         began_at = checkpoint.facts.began_at if checkpoint else ""
         if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
-            return ResumePoint(checkpoint, damaged, instead_of=resume)
+            note = (
+                f"checkpoint.resume: this run began at {resume}, and resumes from its own newest checkpoint. "
+                "To begin there again, choose another --output-dir."
+            )
+            return ResumePoint(checkpoint, damaged, note)
         start = open_checkpoint(resume, "checkpoint.resume", read)
         folders = {path.resolve().parent for path in checkpoints_at(Path(resume))}
         if steps_in(folder) and folder.resolve() not in folders:

@@ -113,7 +113,7 @@ class Store:
         arrays: copies that nothing changes until `wait` returns. Each failure is reported immediately.
         """
 
-    def wait(self, timeout_s: float | None = None) -> str | None:
+    def wait(self) -> str | None:
         """Wait until nothing is being written. Return why the last save failed; None if it did not or there is none."""
         return None
 
@@ -175,8 +175,8 @@ class CheckpointStore(Store):
         start = find_start(self.checkpoints.folder, resume, verify)
         for step, damage in start.damaged.items():
             self._set_aside_damaged(step, damage)
-        if explanation := start.explanation():
-            log.info(explanation)
+        if start.note:
+            log.info(start.note)
         if start.checkpoint is not None:
             self._last_whole = start.checkpoint.folder
         return start.checkpoint
@@ -205,11 +205,9 @@ class CheckpointStore(Store):
         self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
         self._writer.start()
 
-    def wait(self, timeout_s: float | None = None) -> str | None:
+    def wait(self) -> str | None:
         if self._writer is not None:
-            self._writer.join(timeout_s)
-            if self._writer.is_alive():
-                return f"the checkpoint of step {self._step} was not written within {timeout_s} s"
+            self._writer.join()
             self._writer = None
         if self._unexpected_error is not None:
             raise self._unexpected_error

@@ -215,7 +215,7 @@ def find_resume(config: Config) -> tuple[Checkpoint | None, list[str]]:
     folder = Path(config.output_dir) / CHECKPOINTS
     point = find_start(folder, config.checkpoint.resume, read_manifest)
     notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in point.damaged.items()]
-    return point.checkpoint, [*notes, *filter(None, [point.explanation()])]
+    return point.checkpoint, [*notes, *filter(None, [point.note])]
 
 
 def open_outlook(config: Config, ranks: int, start: Checkpoint | None) -> Outlook:

@@ -28,10 +28,8 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 }
 
 
-OWN_TRAINING = ("train_step", "compute_loss", "compute_metrics")
-"""Methods of a Keras model that define a training step. A model that overrides one of them trains by its own step."""
-OWN_EVALUATION = ("test_step", "compute_loss", "compute_metrics")
-"""The same for a step of an evaluation."""
+OWN_STEPS = ("compute_loss", "compute_metrics", "test_step", "train_step")
+"""Methods of a Keras model that define a step. A model that overrides one of them has a step of its own."""
 NEVER_CALLED = ("predict_step",)
 """Methods of a Keras model that Keras' `predict` calls. This trainer calls the model instead."""
 

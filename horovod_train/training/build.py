@@ -27,7 +27,7 @@ from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import averages_of
-from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, build_model, overridden
+from horovod_train.models import OWN_STEPS, build_model, overridden
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.optim.schedules import build_horizon
 from horovod_train.training import refusals
@@ -161,7 +161,7 @@ def build_components(
 def _cut(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) -> keras.Model:
     """Return the model in stages. Raises UserError for one with own steps of which Keras' copy would be a plain one."""
     cut = cut_into_stages(model, cut_before, devices)
-    own = overridden(model, sorted({*OWN_TRAINING, *OWN_EVALUATION}))
+    own = overridden(model, OWN_STEPS)
     if own and type(cut) is not type(model):
         raise UserError(
             f"device.cut_before: a cut copies the model, and Keras' copy of a {type(model).__name__} has no "

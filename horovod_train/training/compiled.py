@@ -21,7 +21,7 @@ from horovod_train.data.batch_source import FRACTION, Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import class_axis, compile_arguments
-from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
+from horovod_train.models import OWN_STEPS, overridden
 from horovod_train.optim.optimizers import (
     ByFormula,
     add_loss_scale,
@@ -230,7 +230,7 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
 
     horizon: None: it will only be evaluated, so that it needs no optimizer.
     """
-    own = tuple(overridden(model, sorted({*OWN_TRAINING, *OWN_EVALUATION})))
+    own = tuple(overridden(model, OWN_STEPS))
     compiles_itself = bool(overridden(model, ["compile"]))
     holds = optimizers_in(model)
     has_own_optimizers = "train_step" in own and (compiles_itself or not set(holds) <= {"optimizer"})
@@ -258,7 +258,8 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
         keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
     if not has_own_optimizers and optimizer is not None:
         model.optimizer = optimizer
-    return Compiled(model, given, takes, chosen, own, _targets(config, chosen), has_own_optimizers)
+    targets = targets_of([*config.metrics, *config.weighted_metrics], chosen.targets)
+    return Compiled(model, given, takes, chosen, own, targets, has_own_optimizers)
 
 
 def _with_config(
@@ -286,18 +287,6 @@ def _with_config(
         if specs := getattr(config, part):
             arguments[part] = build_metrics(specs)
     return arguments, chosen
-
-
-def _targets(config: Config, chosen: ChosenLoss) -> Mapping[str, str]:
-    """Return the target of each output that the config names. Raises UserError."""
-    targets = dict(chosen.targets)
-    for output, target in targets_of([*config.metrics, *config.weighted_metrics]).items():
-        if targets.setdefault(output, target) != target:
-            raise UserError(
-                f"metrics: {output} is compared with {target}, but in the loss with {targets[output]}; the model's "
-                "outputs have one target each."
-            )
-    return targets
 
 
 def _prepare_optimizer(
@@ -383,9 +372,9 @@ def build_metrics(specs: Sequence[Spec]) -> Any:
     return by_output
 
 
-def targets_of(specs: Sequence[Spec]) -> Mapping[str, str]:
-    """Return the targets that metrics are compared with, by output. Raises UserError."""
-    targets: dict[str, str] = {}
+def targets_of(specs: Sequence[Spec], of_loss: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the targets that outputs are compared with, in the loss or by metrics. Raises UserError."""
+    targets = dict(of_loss)
     for spec in specs:
         if not isinstance(spec, MetricSpec) or (spec.output is None and spec.target is None):
             continue
@@ -393,7 +382,8 @@ def targets_of(specs: Sequence[Spec]) -> Mapping[str, str]:
             raise UserError(f"metrics: {spec.name}: target {spec.target!r} needs an output to be compared with.")
         target = spec.target or spec.output
         if targets.setdefault(spec.output, target) != target:
-            raise UserError(f"metrics: {spec.output} has two targets, {targets[spec.output]} and {target}.")
+            both = f"{targets[spec.output]} and {target}"
+            raise UserError(f"metrics: {spec.output} has two targets, {both}; loss and metrics of an output share one.")
     return targets
 
 

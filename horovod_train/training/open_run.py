@@ -14,6 +14,7 @@ import math
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +80,8 @@ class Stopwatch:
     records: int = 0
     _lap: float | None = field(default=None, repr=False)
     """When what `seconds` does not contain yet began; None while the watch does not run."""
-    _blocked: dict[str, float] = field(default_factory=dict, repr=False)
+    blocked: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), repr=False)
+    """For how long what has blocked training since the last line, by name."""
     _counted_s: float = 0.0
     """`seconds` when the last call was counted."""
     _longest_call: tuple[float, int] = (0.0, 0)
@@ -121,15 +123,6 @@ class Stopwatch:
         yield
         if is_running:
             self.start()
-
-    def note_blocked(self, name: str, seconds: float) -> None:
-        """Note the time for which something has blocked training."""
-        self._blocked[name] = self._blocked.get(name, 0.0) + seconds
-
-    def take_blocked(self) -> dict[str, float]:
-        """Return by name what was noted since the last call."""
-        taken, self._blocked = self._blocked, {}
-        return taken
 
 
 class PhaseTimes:

@@ -219,11 +219,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         every(None, save.at_end, at_end="always"),
         every(None, end_callbacks, at_end="stopped"),  # after the save: the run that resumes has not ended
         # A run that resumes at one of these steps must still unfreeze, or start the profile.
-        at(
-            [epoch * run.parts.train.steps_per_epoch for epoch in run.parts.freezing.epochs],
-            unfreeze,
-            is_done=lambda run, step: False,
-        ),
+        at([epoch * per_epoch for epoch in run.parts.freezing.epochs], unfreeze, is_done=lambda run, step: False),
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
     ]
 

@@ -52,7 +52,8 @@ class LogTraining:
         run.parts.train.check_used(len(self._skipped), "data.train")
         if self._skipped:
             values["skipped_records"] = len(self._skipped)
-        values |= run.clock.take_blocked()
+        values |= run.clock.blocked
+        run.clock.blocked.clear()
         aside = self._where_time_went(run, step, steps)
         is_shown_later = self._evaluated_every is not None and step % self._evaluated_every == 0
         aside = aside._replace(shown=not is_shown_later)

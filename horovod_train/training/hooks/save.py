@@ -58,7 +58,7 @@ class Save:
         self._saved = here
         seconds = time.perf_counter() - started
         run.stopping.note_save(seconds)
-        run.clock.note_blocked("save_blocked_s", seconds)
+        run.clock.blocked["save_blocked_s"] += seconds
 
     def at_end(self, run: Run, step: int) -> None:
         """Save what callbacks and hooks may have changed at the end, and what could not be saved before."""
@@ -111,7 +111,7 @@ def check_agreement(run: Run, step: int) -> None:
     """End the run if weights, slots or counters differ between ranks."""
     started = time.perf_counter()
     consistency.check(run.group, run.state.settle(run.group).digests(), f"at step {step}")
-    run.clock.note_blocked("check_agreement_s", time.perf_counter() - started)
+    run.clock.blocked["check_agreement_s"] += time.perf_counter() - started
 
 
 def _facts(run: Run, held: Mapping[str, str]) -> Facts:

@@ -515,7 +515,6 @@ def test_saving_does_not_stop_the_caller_and_one_is_written_at_a_time(run: Run) 
     big = {"w": np.ones(30_000_000, np.float32)}
     run.store.save(big, facts(1))
     assert not (run.place(1) / MANIFEST).exists()
-    assert run.store.wait(0.0) == "the checkpoint of step 1 was not written within 0.0 s"
     assert run.store.step_under_way == 1
     so_far = run.store.write_under_way_s
     assert 0 < so_far <= 4 * 30_000_000 / SLOWEST_BYTES_PER_S

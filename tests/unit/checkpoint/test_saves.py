@@ -113,7 +113,7 @@ class CheckedCopies(Copies):
 class Impatient(CheckpointStore):
     """Waits for nothing before the next copy is taken, as if a save forgot to."""
 
-    def wait(self, timeout_s: float | None = None) -> str | None:
+    def wait(self) -> str | None:
         return None
 
 

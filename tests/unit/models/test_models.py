@@ -15,8 +15,7 @@ from horovod_train.errors import UserError
 from horovod_train.models import (
     MODELS,
     NEVER_CALLED,
-    OWN_EVALUATION,
-    OWN_TRAINING,
+    OWN_STEPS,
     build_model,
     convnet,
     mlp,
@@ -126,7 +125,7 @@ def test_a_method_that_the_trainer_would_not_call_is_refused(method: str) -> Non
         build_model(Spec(f"{__name__}:own", {"method": method}))
 
 
-@pytest.mark.parametrize("method", sorted({*OWN_TRAINING, *OWN_EVALUATION}))
+@pytest.mark.parametrize("method", OWN_STEPS)
 def test_a_step_of_its_own_is_taken(method: str) -> None:
     assert overridden(build_model(Spec(f"{__name__}:own", {"method": method})), [method]) == [method]
 
@@ -147,7 +146,7 @@ def own_compile(method: str) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("method", sorted({*OWN_TRAINING, *OWN_EVALUATION} - {"train_step"}))
+@pytest.mark.parametrize("method", sorted({*OWN_STEPS} - {"train_step"}))
 def test_a_compile_of_its_own_without_a_train_step_is_refused(method: str) -> None:
     """Its optimizer is not known, so that another would train the model."""
     with pytest.raises(UserError, match=r"returns a Own compiled by a compile\(\) of its own, whose arguments are not"):

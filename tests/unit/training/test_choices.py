@@ -71,12 +71,16 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "metrics: give each metric its output, or none of them.",
     ),
     "a target without an output": (
-        lambda: targets_of([MetricSpec("accuracy", target="label")]),
+        lambda: targets_of([MetricSpec("accuracy", target="label")], {}),
         "metrics: accuracy: target 'label' needs an output to be compared with.",
     ),
     "two targets of an output": (
-        lambda: targets_of([MetricSpec("mean_absolute_error", output="one", target=target) for target in ("a", "b")]),
-        "metrics: one has two targets, a and b.",
+        lambda: targets_of([MetricSpec("acc", output="one", target=target) for target in ("a", "b")], {}),
+        "metrics: one has two targets, a and b; loss and metrics of an output share one.",
+    ),
+    "another target than in the loss": (
+        lambda: targets_of([MetricSpec("acc", output="one")], {"one": "a"}),
+        "metrics: one has two targets, a and one; loss and metrics of an output share one.",
     ),
 }
 
@@ -100,7 +104,7 @@ def test_metrics_are_what_compile_takes() -> None:
     assert list(by_output) == ["one", "two"]
     assert isinstance(by_output["one"][0], keras.metrics.AUC)
     assert by_output["two"] == ["acc"]
-    assert targets_of([MetricSpec("AUC", output="one", target="t"), MetricSpec("acc", output="two")]) == {
+    assert targets_of([MetricSpec("AUC", output="one", target="t"), MetricSpec("acc", output="two")], {}) == {
         "one": "t",
         "two": "two",
     }
