@@ -289,8 +289,6 @@ def _measure_scaling(arguments: argparse.Namespace) -> int:
             newest = point.together[-1]
             figures = f"{newest.examples_per_s:,.0f} examples/s, first step after {newest.first_step_s:.1f} s"
             print(f"round {number + 1}, {ranks} ranks: {figures}", file=sys.stderr, flush=True)
-            if not newest.shares:
-                raise RunError("bench scaling: the run was too short to see what its steps do. Give more --steps.")
     screen = open_screen()
     screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(list(points.values())), sep="\n")
     if arguments.json:
@@ -452,10 +450,10 @@ def _measure_all(runs: Sequence[_Run]) -> list[Measured]:
 def _read(run: _Run) -> Measured:
     rows: list[dict[str, Any]] = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open(encoding="utf-8")]
     counted = [row for row in rows if row["split"] == "train" and "examples_per_s" in row][_LINES // 5 :]
-    if not counted:
-        raise RunError("bench: a run was too short to measure. Give more --steps.")
     with_shares = [row for row in counted if "input_share" in row]
-    shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in with_shares) for phase in SHARES if with_shares}
+    if not with_shares:
+        raise RunError("bench: a run was too short to see what its steps do. Give more --steps.")
+    shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in with_shares) for phase in SHARES}
     phases = read_stories(run.run_dir)[0].find("phase")
     compiled = next(entry.time.timestamp() for entry in phases if entry.text.startswith("train"))
     rate = statistics.harmonic_mean([row["examples_per_s"] for row in counted])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights, write_out
 from horovod_train.data.dataset import look_before_start
@@ -16,18 +15,10 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
-from horovod_train.output.files import Artifact
+from horovod_train.output.files import Artifact, read_json
 
-
-def _is_figures(path: Path) -> bool:
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError:
-        return False
-    return isinstance(data, dict) and {"step", "epoch", "records", "ranks", "weights", "checkpoint"} <= data.keys()
-
-
-FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=_is_figures)
+FACTS = {"step", "epoch", "records", "ranks", "weights", "checkpoint"}
+FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=lambda path: read_json(path).keys() >= FACTS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from horovod_train.commands.cli import (
     require_output_dir,
     require_resume,
 )
-from horovod_train.config.loader import CLOCK, compose, parse_clock, plain_value
+from horovod_train.config.loader import CLOCK, compose, plain_value, seconds_of
 from horovod_train.config.registry import suggest
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
@@ -141,7 +141,7 @@ def choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
     container = list(options.container or [])
     if options.image:
         container = ["apptainer", "exec", *["--nv"] * bool(gpus), options.image]
-    nodes, notice_s = options.nodes or 1, max(60, min(NOTICE_S, int(parse_clock(options.time) or 0) // 10))
+    nodes, notice_s = options.nodes or 1, max(60, min(NOTICE_S, int(seconds_of(options.time)) // 10))
     of_sbatch = {
         "job-name": re.sub(r"[^\w.-]", "_", Path(output_dir).name.replace("%a", "").strip("-_.")) or "horovod_train",
         "nodes": nodes,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from horovod_train.config.paths import (
     did_you_mean,
@@ -195,13 +196,10 @@ def _located(node: yaml.Node | None, name: str) -> _Located:
 
 def _take_merged(node: yaml.MappingNode, name: str) -> None:
     """Put the keys that `<<` names into a mapping itself; a key that it has already wins. Raises UserError."""
-    loader = yaml.SafeLoader("")
     try:
-        loader.flatten_mapping(node)  # before its own keys
+        SafeConstructor().flatten_mapping(node)  # before its own keys
     except yaml.MarkedYAMLError as error:
         raise UserError(f"{name}:{node.start_mark.line + 1}: not valid YAML: {error.problem}.") from error
-    finally:
-        loader.dispose()
 
 
 def _parse_override(text: str) -> _Located:
@@ -473,29 +471,18 @@ def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], chec
 
 def plain_value(node: yaml.Node) -> Any:
     """Convert a node to Python. Raises UserError for a tag that is not plain YAML."""
-    loader = yaml.SafeLoader("")
     try:
-        return loader.construct_document(node)
+        return SafeConstructor().construct_document(node)
     except (yaml.MarkedYAMLError, ValueError) as error:  # ValueError: 0x_ is an int to YAML, but not to Python
         problem = getattr(error, "problem", error)
         raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {problem}.") from error
-    finally:
-        loader.dispose()
-
-
-def parse_clock(text: str) -> float | None:
-    """Return the seconds of [D-]HH:MM:SS; None if the text has another form."""
-    clock = re.fullmatch(CLOCK, text)
-    if clock is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def seconds_of(value: Any) -> float:
     """Return a number of seconds, or that of [D-]HH:MM:SS. Raises ValueError."""
-    if isinstance(value, str) and (seconds := parse_clock(value.strip())) is not None:
-        return seconds
+    if isinstance(value, str) and (clock := re.fullmatch(CLOCK, value.strip())):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if not is_number(value):
         raise ValueError(f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
     return float(value)

@@ -74,18 +74,13 @@ def load_task(folder: str) -> keras.Model:
     """
     import keras
 
-    task = _load_preset(folder, "task.json", "model.name")
+    task = load_preset(folder, "task.json", "model.name")
     # A task's own compile, fit and predict preprocess texts; here a pipeline has done that.
     return keras.Model(task.input, task.output, name=task.name)
 
 
-def load_preprocessor(folder: str) -> Callable[[Any], Any]:
-    """Load what makes the inputs of such a task of texts or images, [rows, …] each. Raises UserError."""
-    preprocessor: Callable[[Any], Any] = _load_preset(folder, "preprocessor.json", "data.preprocess")
-    return preprocessor
-
-
-def _load_preset(folder: str, file_name: str, setting: str) -> Any:
+def load_preset(folder: str, file_name: str, setting: str) -> Any:
+    """Load a task that keras_hub has saved in a local folder, or its preprocessor. Raises UserError."""
     path = Path(folder, file_name)
     if not path.is_file():
         raise UserError(f"{setting}: {folder} is no preset of a keras_hub task: it has no {file_name}.")
@@ -191,6 +186,8 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         takes = ", ".join(name for name in signature.parameters if name not in arguments and name != "self")
         former = "" if spec.options else " Options that a file gives to another name do not apply."
         raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.{former}") from error
+    except ValueError:
+        pass  # a class in C++ may not tell what it takes
     try:
         return function(**arguments, **spec.options)
     except RunError:

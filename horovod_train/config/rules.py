@@ -86,7 +86,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from _wrong_logs(config)
     yield from _wrong_fine_tuning(config)
     yield from remote_path_problems(config)
-    yield from _without_effect(config, config)
+    yield from _without_effect(config)
     if not (data.train or data.dataset):
         yield "data.train", "is required: a folder, file or glob of records; see docs/data.md."
 
@@ -249,16 +249,13 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Yield settings that differ from their default but lack what they need: if accepted, they would be ignored."""
-    for field in dataclasses.fields(section):
-        key, value = f"{prefix}{field.name}", getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _without_effect(config, value, f"{key}.")
-        default = default_of(field)
+    for key, needs in NEEDS.items():
+        value, default = lookup(config, key), lookup(Config(), key)
         if value == default or not _requests_anything(value):
             continue
-        for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
+        for need in filter(lambda need: not holds(need, config), needs):
             values = "; ".join(f"{name} is {_as_yaml(lookup(config, name))}" for name in keys_of(need))
             default_text = _as_yaml(default)
             yield key, f"has no effect unless {need}; {values}. Leave it out, or give its default: {default_text}."

@@ -272,12 +272,6 @@ class _Field(NamedTuple):
     end: int
 
 
-class _Value(NamedTuple):
-    kind: str
-    start: int
-    end: int
-
-
 class FixedLayout:
     """The layout of one record, and the features to read from all records with the same layout."""
 
@@ -345,9 +339,9 @@ def _decode_integers(part: np.ndarray, example: np.ndarray) -> np.ndarray:
 # --- the layout of one record -----------------------------------------------------------------------------------
 
 
-def _parse_example(data: bytes) -> dict[str, _Value]:
+def _parse_example(data: bytes) -> dict[str, tuple[str, int, int]]:
     """Return the value of each feature of a tf.train.Example. Raises NotPlain for anything unusual."""
-    values: dict[str, _Value] = {}
+    values: dict[str, tuple[str, int, int]] = {}
     (features,) = _fields(data, 0, len(data), (1,))
     for entry in _fields(data, features.start, features.end):
         key, feature = _fields(data, entry.start, entry.end, (1, 2))
@@ -356,7 +350,7 @@ def _parse_example(data: bytes) -> dict[str, _Value]:
         name = data[key.start : key.end].decode(errors="replace")
         if entry.number != 1 or value_list.number not in _KIND_OF_NUMBER or extra or name in values:
             raise NotPlain(name)
-        values[name] = _Value(_KIND_OF_NUMBER[value_list.number], value.start, value.end)
+        values[name] = (_KIND_OF_NUMBER[value_list.number], value.start, value.end)
     return values
 
 

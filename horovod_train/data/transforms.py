@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from horovod_train.config.registry import load_function, load_preprocessor, raised_at
+from horovod_train.config.registry import load_function, load_preset, raised_at
 from horovod_train.config.settings import Spec
 from horovod_train.data.augment import Augmentation, ChangeImage, ChooseBox, build_augmentations
 from horovod_train.data.batch_source import Tensors
@@ -393,7 +393,8 @@ def load_preprocess(name: str | None) -> Preprocess | None:
         return None
     if ":" in name:
         return load_function(name, "data.preprocess")
-    return load_preprocessor(name)
+    preprocessor: Preprocess = load_preset(name, "preprocessor.json", "data.preprocess")
+    return preprocessor  # its call makes what the model gets, [rows, …] each
 
 
 def apply_preprocess(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) -> Tensors:

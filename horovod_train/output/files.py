@@ -12,14 +12,13 @@ import dataclasses
 import errno
 import json
 import logging
-import math
 import os
 import re
 import secrets
 import stat
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -240,15 +239,8 @@ def must_be_writable(path: Path) -> Iterator[None]:
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return JSON text; NaN and infinity, which JSON lacks, become null."""
-
-    def replace_nonfinite(part: Any) -> Any:
-        if isinstance(part, Mapping):
-            return {name: replace_nonfinite(each) for name, each in part.items()}
-        if isinstance(part, list | tuple):
-            return [replace_nonfinite(each) for each in part]
-        return None if isinstance(part, float) and not math.isfinite(part) else part
-
-    return json.dumps(replace_nonfinite(value), indent=indent, allow_nan=False)
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
 
 
 class Appender:

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from horovod_train.errors import UserError
 from horovod_train.host import sees_gpu
@@ -71,11 +71,9 @@ def to_console(
             logger.setLevel(level)
 
 
-@contextmanager
-def to_file(write: Callable[[str, str], None]) -> Iterator[None]:
+def to_file(write: Callable[[str, str], None]) -> AbstractContextManager[None]:
     """Call write(kind, text) for what is logged inside the block. kind: the level in small letters, or see PHASE."""
-    with _handled_by(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record))):
-        yield
+    return _handled_by(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record)))
 
 
 class _Handler(logging.Handler):

@@ -152,17 +152,15 @@ class MetricsFile(JsonLines):
     def remove_evaluation(self, step: int) -> None:
         """Remove the row of the evaluation at `step`, if there is one. Raises UserError."""
         with must_be_writable(self._lines.path):
-            self._lines.keep(lambda line: not _is_evaluation_at(step, line), METRICS)
+            self._lines.keep(
+                lambda line: all((row.step, row.split) != (step, "eval") for row in metrics_in([line])), METRICS
+            )
         self.last = {row.split: row.values for row in self.rows()}
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows, without what a kill has cut short. Raises UserError."""
         with must_be_writable(self._lines.path):
             yield from metrics_in(self._lines.read())
-
-
-def _is_evaluation_at(step: int, line: str) -> bool:
-    return any((row.step, row.split) == (step, "eval") for row in metrics_in([line]))
 
 
 class Row(NamedTuple):

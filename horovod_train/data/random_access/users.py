@@ -23,7 +23,7 @@ from horovod_train.data.random_access.store import (
     try_read,
 )
 from horovod_train.data.source import Arrays
-from horovod_train.errors import RunError, UserError, unreadable
+from horovod_train.errors import UserError, unreadable
 
 SAMPLED_RECORDS = 64
 """The number of records that identify a source without `fingerprint`."""
@@ -148,12 +148,7 @@ def _build_records(path: str, spec: Spec) -> Any:
     factory = load_function(spec.name, "data.source")
     if not callable(factory):
         raise UserError(f"data.source: {spec.name} is no class, nor a function that returns records.")
-    try:
-        records = call(functools.partial(factory, path), spec, "data.source")
-    except RunError:
-        raise
-    except Exception as error:
-        raise UserError(f"data.source: {spec.name} for {path} raises {describe_error(error)}.") from error
+    records = call(functools.partial(factory, path), spec, "data.source")
     missing = [] if hasattr(records, "__len__") else ["__len__"]
     if not hasattr(records, "__getitem__") and not callable(getattr(records, "read", None)):
         missing.append("__getitem__ or read")
