@@ -1,13 +1,15 @@
-"""Which line of the user's code an error is about."""
+"""What a config names: how it is called, and which line of the user's code an error is about."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 from conftest import PROJECT
 
-from horovod_train.config.registry import raised_at
+from horovod_train.config.registry import call, raised_at
+from horovod_train.config.settings import Spec
 
 
 @pytest.mark.parametrize("left_out", ["", "/", f"{PROJECT.parent}/", f"{PROJECT}/"])
@@ -20,3 +22,10 @@ def test_a_line_in_a_traceback_in_a_text_is_found_whatever_folders_its_files_lea
     frames = {f"{PROJECT}/horovod_train/main.py": 7, users: 40}
     lines = [f'File "{file.removeprefix(left_out)}", line {number}, in call' for file, number in frames.items()]
     assert raised_at(ValueError("\n".join(["unsupported operations", *lines]))) == f" (at {users}:40)"
+
+
+def test_a_class_that_does_not_tell_what_it_takes_is_called_all_the_same() -> None:
+    """As one in C++ may be; so is `dict`."""
+    with pytest.raises(ValueError, match="no signature found"):
+        inspect.signature(dict)
+    assert call(dict, Spec("records:Read", {"size": 3}), "data.source") == {"size": 3}
