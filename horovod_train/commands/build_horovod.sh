@@ -62,6 +62,13 @@ else
     replace_line horovod/tensorflow/CMakeLists.txt "$xla_source" ''
 fi
 
+# GCC 13 and later: other headers no longer bring these two along. GCC 14 refuses to assign a member that is const.
+replace_line horovod/common/common.h '#include "nvtx_op_range.h"' '#include <stdexcept>
+#include "nvtx_op_range.h"'
+replace_line horovod/common/group_table.h '#include <mutex>' '#include <mutex>
+#include <string>'
+replace_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h '  const size_type count_;' '  size_type count_;'
+
 # For GPUs: TensorFlow no longer exports the function that hands out a stream; the stream's own method does.
 replace_line horovod/tensorflow/mpi_ops.cc 'GpuStreamHandle AsGpuStreamValue(Stream* stream);' \
     'template <class S> auto AsGpuStreamValue(S* s) { return GpuStreamHandle(s->platform_specific_handle().stream); }'

@@ -58,13 +58,19 @@ class Parser(argparse.ArgumentParser):
         """The argument whose value is another program's option, such as --qos=long."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Do as argparse does, which would take such a value for an option of ours unless it is joined by `=`."""
+        return super().parse_known_args(self._joined(args), namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_intermixed_args(self._joined(args), namespace)
+
+    def _joined(self, args: Sequence[str] | None) -> list[str]:
+        """Join such a value to its argument by `=`; else argparse would take it for an option of ours."""
         command_line = iter(sys.argv[1:] if args is None else args)
         joined = []
         for word in command_line:
             value = next(command_line, None) if word == self.passes_on else None
             joined.append(word if value is None else f"{word}={value}")
-        return super().parse_known_args(joined, namespace)
+        return joined
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()

@@ -142,14 +142,31 @@ def test_open_mpi_finds_one_prefix_in_a_rank(tmp_path: Path) -> None:
     (packages,) = (tmp_path / "made").glob("lib/python3.*/site-packages")
     (packages / build_horovod.PREFIX_FILE.what).write_text(build_horovod.PREFIX_LINES)
     (tmp_path / "linked").symlink_to(tmp_path / "made")
-    names = ("OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "PATH")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").touch()
+    names = ("OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "PATH", "OMPI_MCA_plm_rsh_agent")
     code = f"import os, sys; print(sys.prefix, *[os.environ.get(name) for name in {names}])"
     command = [str(tmp_path / "linked/bin/python"), "-c", code]
     for of_mpirun, expected in ({}, "None"), ({"PMIX_INSTALL_PREFIX": "/other"}, str((tmp_path / "made").resolve())):
-        environment = {"PATH": "/usr/bin"} | of_mpirun
+        environment = {"PATH": f"{tmp_path}/bin"} | of_mpirun
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
         linked = str(tmp_path / "linked")
-        assert said == [linked, str((tmp_path / "made").resolve()), expected, f"{linked}/bin:/usr/bin"]
+        assert said == [linked, str((tmp_path / "made").resolve()), expected, f"{linked}/bin:{tmp_path}/bin", "None"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") != str(Path(sys.executable).with_name("mpirun")), reason="of the wheel")
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_ranks_of_this_host_start_where_there_is_no_ssh(with_prefix: bool, tmp_path: Path) -> None:
+    """As in a small container. Open MPI would refuse, though it calls ssh for other hosts only."""
+    for program in ("hostname", "false"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    environment = {"PATH": str(tmp_path), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [shutil.which("mpirun"), "--oversubscribe", "-np", "2", "hostname"]
+    code = f"import subprocess; print(subprocess.run({command}, capture_output=True, text=True).stdout)"
+    option = [] if with_prefix else ["-S"]  # which leaves out `site`, and with it the lines of PREFIX_FILE
+    python = [sys.executable, *option, "-c", code]
+    said = subprocess.run(python, env=environment, capture_output=True, text=True, check=True).stdout
+    assert len(said.split()) == (2 if with_prefix else 0)
 
 
 def test_an_older_environment_gets_the_new_prefix_without_a_build(

@@ -197,5 +197,7 @@ def test_another_users_process_that_proc_hides_counts_as_running() -> None:
     """psutil says that it is gone."""
     as_other = 'mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"'
     command = ["unshare", "-m", "sh", "-c", as_other, "-", sys.executable, "-c", HIDDEN]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert finished.stdout.split() == ["False", "True"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if finished.stderr.startswith("unshare: "):
+        pytest.skip(f"a /proc of its own needs more rights: {finished.stderr.strip()}")
+    assert finished.stdout.split() == ["False", "True"], finished.stderr
