@@ -250,7 +250,10 @@ def _compile(folder: Path, environment: Mapping[str, str]) -> None:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         wrong = [line for line in lines if re.search(r"(^| )(error|ERROR): |CMake Error", line)]
         print("\n".join([*wrong[-15:], "…", *lines[-5:]]), file=sys.stderr)
-        raise RunError(f"build-horovod: compiling failed with exit code {code}; the lines above are from {log}.")
+        raise RunError(
+            f"build-horovod: compiling failed with exit code {code}; the lines above are from {log}. If they say that "
+            "the compiler refuses Horovod's code, name another: CXX=g++-12 (12 and 14 have compiled it)."
+        )
     print(f"compiled in {time.monotonic() - began:.0f} s: {_wheel_in(folder)}", flush=True)
 
 

@@ -457,7 +457,8 @@ def _finish(run: Run, reason: StopReason, *, is_told: bool) -> int:
     remove = f"remove {run.config.output_dir}/{STOP_FILE} and " if reason.text == STOP_FILE_REASON else ""
     option = " with --resume auto" if run.config.checkpoint.resume == "never" else ""
     again = f"{saved}; to resume, {remove}start it again{option}" if reason.restartable else ""
-    log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
+    epochs, steps = summary["epochs"], summary["steps"]
+    log.info(f"Done training for {epochs} epoch{'s' * (epochs != 1)}, {steps} step{'s' * (steps != 1)}{why}{again}")
     timeout_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
     run.output.finish_trackers("stopped" if reason.restartable else "done", timeout_s=timeout_s)
     run.output.close()

@@ -119,7 +119,7 @@ def test_digits_convnet_plain_ends_with_its_epochs_and_charts_the_loss_and_its_a
     run_dir, finished = start(
         digits, "digits_convnet_plain", "train.epochs=1", "log.every_steps=11", "eval.every_epochs=1"
     )
-    assert finished.stdout.count("Done training for 1 epochs, 23 steps") == 1
+    assert finished.stdout.count("Done training for 1 epoch, 23 steps") == 1
     assert {"loss", "loss_average", "examples_per_s", "s_per_step"} <= scalars(run_dir, "train")
     rows = metrics_of(run_dir, "train")
     assert rows[-1]["loss_average"] < rows[0]["loss"]
