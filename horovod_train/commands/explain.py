@@ -359,7 +359,7 @@ def _on_one_clock(stories: Mapping[int, RankStory]) -> Mapping[int, RankStory]:
     for rank, story in stories.items():
         ahead = story.began - root.began
         if story.host != root.host and abs(ahead.total_seconds()) > MOST_CLOCKS_DIFFER_S:
-            entries = tuple(dataclasses.replace(entry, time=entry.time - ahead) for entry in story.entries)
+            entries = [dataclasses.replace(entry, time=entry.time - ahead) for entry in story.entries]
             end = story.end and {**story.end, "time": story.end["time"] - ahead}
             aligned[rank] = dataclasses.replace(story, entries=entries, end=end)
     return aligned

@@ -223,7 +223,7 @@ class Entry:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Introduction:
     """What the first line of a start says."""
 
@@ -234,13 +234,13 @@ class Introduction:
     host: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankStory(Introduction):
     """end: the content of `rank-N.end.json`, see RankLog.end, with its time as datetime; of its line in the log if only
     that could be written, as on a full disk; None without either. entries: those of the kind info only where they were
     wanted, and the last. shown_step: that of the last line of metrics."""
 
-    entries: tuple[Entry, ...]
+    entries: list[Entry]
     end: Mapping[str, Any] | None
     shown_step: int | None = None
 
@@ -285,47 +285,36 @@ def read_starts_of_root(run_dir: Path, is_wanted: Callable[[str], bool] = lambda
     return _read_starts(path, is_wanted) if path.exists() else []
 
 
-@dataclass
-class _Start:
-    """What has been read of one start."""
-
-    about: Introduction | None
-    entries: list[Entry]
-    shown_step: int | None = None
-
-
 def _read_starts(path: Path, is_wanted: Callable[[str], bool], *, is_last_only: bool = False) -> list[RankStory]:
-    starts: list[_Start] = []
-    start = _Start(None, [])  # before the first line of a start nothing is kept
+    starts: list[RankStory] = []
+    story: RankStory | None = None  # before the first line of a start nothing is kept
     try:
         for line in each_line(path):
             entry = read_line(line)
-            if entry is None:
-                if start.entries:  # continues the line above
-                    last = start.entries[-1]
-                    start.entries[-1] = replace(last, text=f"{last.text}\n{line}")
-            elif entry.kind == "start":
-                start = _Start(read_introduction(entry.text), [entry])
-                if start.about:
+            if entry and entry.kind == "start":
+                about = read_introduction(entry.text)
+                story = RankStory(**vars(about), entries=[entry], end=None) if about else None
+                if story:
                     if is_last_only:
                         starts.clear()
-                    starts.append(start)
-            elif start.entries:
+                    starts.append(story)
+            elif story is None:
+                continue
+            elif entry is None:  # continues the line above
+                last = story.entries[-1]
+                story.entries[-1] = replace(last, text=f"{last.text}\n{line}")
+            else:
                 # Lines of progress are most of a long log. The last entry of a start is kept: it tells when that ended.
-                if start.entries[-1].kind == "info" and not is_wanted(start.entries[-1].text):
-                    start.entries.pop()
-                start.entries.append(entry)
+                if story.entries[-1].kind == "info" and not is_wanted(story.entries[-1].text):
+                    story.entries.pop()
+                story.entries.append(entry)
                 if entry.kind == "info" and (metrics := _METRICS.match(entry.text)):
-                    start.shown_step = int(metrics[1])
+                    story.shown_step = int(metrics[1])
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    stories = [
-        RankStory(**vars(start.about), entries=tuple(start.entries), end=None, shown_step=start.shown_step)
-        for start in starts
-    ]
-    if stories:
-        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]) or _end_in_log(stories[-1]))
-    return stories
+    if starts:
+        starts[-1].end = _read_end(path.parent, starts[-1]) or _end_in_log(starts[-1])
+    return starts
 
 
 def _end_in_log(story: RankStory) -> Mapping[str, Any] | None:
