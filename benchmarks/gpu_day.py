@@ -228,6 +228,7 @@ def do_step(step: Step, day: Day, mark: str) -> None:
     with day.log.open("wb", buffering=0) as log, open(os.devnull) as nothing:
         for number, file in enumerate((nothing, log, log)):
             os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # or a step that is killed tells nothing
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
     os.environ.update({MARK: mark, "PYTHONPATH": path}, **(gpu_steps.HIDE_GPU if day.cpu else {}))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
