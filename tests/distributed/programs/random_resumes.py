@@ -1,0 +1,266 @@
+"""Runs of random settings, each trained whole and in parts, compared: random_resumes.py OUT [SEED ...].
+
+A seed draws a case of differential_more or differential_random, settings of the run, and steps at which the second run
+is stopped or killed; then it is started again, as a scheduler does. By hand: `mpirun -np 2 python … /tmp/out 7` prints
+what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import user_hooks
+import yaml
+from facts import leave
+
+from horovod_train import main
+from horovod_train.config.settings import Config
+from horovod_train.distributed.start import start
+from horovod_train.training.hooks import at
+from horovod_train.training.stopping import StopReason
+
+group = start(Config().horovod, Config().device)
+RANK = group.rank
+from differential_more import CASES, DATA  # noqa: E402  making tensors fixes the number of threads
+from differential_random import case_of  # noqa: E402
+
+OUT = Path(sys.argv[1])
+if group.is_root:
+    for data, (features, _, _) in DATA.items():
+        np.savez(OUT / f"{data}.npz", **features)  # type: ignore[arg-type]
+group.barrier()
+group.close()
+
+EPOCHS = 3
+STEPS = 7 * EPOCHS
+"""At 100 rows in batches of 16."""
+STALE = {"synchronization": "stale"}
+MOST_STARTS = 12
+UNCOUNTED = "array progress/early_stopping_evaluations_since"
+"""Which a run without patience does not count from start to start."""
+OF_TIME = re.compile(r"seconds|_per_s|s_per_step|_s$|_share|slowest_rank|ranks_apart|unchanged_parameters|bound|memory")
+"""Figures that no two runs have the same, and those of the last exchange, which no checkpoint has."""
+
+
+def drawn(seed: int) -> tuple[str, dict[str, Any], dict[int, str], list[int]]:
+    """Return the case of a seed, settings by section, how it is interrupted by step, and steps_per_call by start."""
+    draw = random.Random(seed)
+    names = [name for name, case in CASES.items() if not case.refused]
+    name = draw.choice([draw.choice(names), f"random {draw.randrange(10_000)}"])
+
+    def some(share: float, *values: Any) -> Any:
+        return draw.choice(values) if draw.random() < share else None
+
+    sections: dict[str, dict[str, Any]] = {
+        "data": {
+            "shuffle": draw.random() < 0.7,
+            "shuffle_window": some(0.5, 20, 50),
+            "drop_remainder": some(0.2, True),
+            "cache": some(0.2, "memory"),
+            "audit": some(0.3, True),
+        },
+        "train": {
+            "clip_norm": some(0.15, 0.5),
+            "l2": some(0.15, 0.01),
+            "ema_decay": some(0.2, 0.9),
+            "non_finite": some(0.2, "skip"),
+            "accumulate_steps": some(0.1, 2),
+            "check_agreement_every_steps": some(0.6, 1, 5),
+            **(some(0.3, {"synchronization": "local", "average_every_steps": draw.randint(2, 5)}, STALE) or {}),
+        },
+        "eval": {"every_epochs": some(0.7, 1, 2), "every_steps": some(0.4, 3, 4, 5)},
+        "checkpoint": {
+            "every_epochs": some(0.7, 1, 2),
+            "every_steps": some(0.6, 2, 3, 5),
+            "keep": draw.randint(1, 3),
+            "best": some(0.4, {"metric": "loss"}),
+        },
+        "early_stopping": some(0.25, {"patience": draw.randint(1, 2), "min_delta": draw.choice([0.0, 1e-3, 10.0])})
+        or {},
+        "lr_schedule": {"warmup_epochs": some(0.2, 0.5, 1.0), "decay": some(0.3, "cosine", "polynomial")},
+        "log": {
+            "every_steps": draw.randint(1, 9),
+            "tensorboard": False,
+            "progress": "plain",
+            "trackers": some(0.4, ["csv"]),
+            **(some(0.1, {"tensorboard": True, "histograms_every_steps": 4}) or {}),
+        },
+        "horovod": {"compression": some(0.2, "fp16", "bf16"), "predivide": some(0.1, 2.0), "op": some(0.05, "sum")},
+    }
+    kept_none = {("eval", "every_epochs"), ("checkpoint", "every_epochs"), ("train", "check_agreement_every_steps")}
+    settings: dict[str, Any] = {
+        section: {key: value for key, value in values.items() if value is not None or (section, key) in kept_none}
+        for section, values in sections.items()
+    }
+    settings["callbacks"] = (
+        some(
+            0.2,
+            [
+                {
+                    "name": "ReduceLROnPlateau",
+                    "options": {"monitor": "loss", "factor": 0.5, "patience": 1, "min_delta": 0.1},
+                }
+            ],
+            [{"name": "EarlyStopping", "options": {"monitor": "loss", "patience": 1, "min_delta": 0.2}}],
+        )
+        or []
+    )
+    if draw.random() < 0.2 and "synchronization" not in settings["train"]:
+        settings["model"] = {"freeze": ["kernel"], "unfreeze": some(0.7, {"1": ["kernel"]}) or {}}
+    if not settings["data"]["shuffle"]:
+        settings["data"].pop("shuffle_window", None)
+    if settings["train"].get("synchronization") == "local":
+        settings["horovod"] = {}
+        settings["train"].pop("non_finite", None)
+    if settings["train"].get("synchronization") == "stale":
+        settings["horovod"]["sparse_as_dense"] = True
+    if settings["callbacks"] and settings["callbacks"][0]["name"] == "ReduceLROnPlateau":
+        settings["lr_schedule"] = {}
+    if not settings["eval"]["every_epochs"] and "every_steps" not in settings["eval"]:
+        settings["checkpoint"].pop("best", None)
+        settings["early_stopping"] = {}
+    interruptions = {
+        step: draw.choice(["stop", "kill", "signal"]) for step in draw.sample(range(1, STEPS), draw.randint(1, 3))
+    }
+    return name, settings, interruptions, [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)]
+
+
+def config_of(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    case = case_of(name)
+    _, inputs, targets = DATA[case.data]
+    of_case: dict[str, Any] = {
+        "data": {
+            "train": str(OUT / f"{case.data}.npz"),
+            "eval": str(OUT / f"{case.data}.npz"),
+            "inputs": list(inputs),
+            "targets": list(targets),
+            "global_batch_size": 16,
+            **({"weight": "w"} if case.weighted else {}),
+        },
+        "model": {"name": "differential_random:build", "options": {"case": name}},
+        "train": {"epochs": EPOCHS},
+        "eval": {"batch_size_per_rank": 32},
+    }
+    for sections in (settings, case.config):
+        for section, values in sections.items():
+            is_section = isinstance(values, dict)
+            of_case[section] = {**of_case.get(section, {}), **values} if is_section else values
+    of_case["train"]["epochs"] = EPOCHS
+    return of_case
+
+
+def train(config: dict[str, Any], run_dir: Path, steps_per_call: int) -> int:
+    path = OUT / f"config-{RANK}.yaml"
+    config = {**config, "train": {**config["train"], "steps_per_call": steps_per_call}}
+    path.write_text(yaml.safe_dump(config))
+    keras.utils.clear_session()
+    keras.config.set_dtype_policy("float32")
+    return main.main(["--config", str(path), "--output-dir", str(run_dir)])
+
+
+def trained_in_parts(
+    config: dict[str, Any], run_dir: Path, interruptions: dict[int, str], calls: list[int]
+) -> tuple[list[int], list[int]]:
+    """Train until a start ends by itself; return the exit code of each start, and on root where some were stopped."""
+    left = dict(interruptions)
+    killed = run_dir.with_name(f"{run_dir.name}-killed")
+
+    def interrupt(run: Any, step: int) -> Any:
+        how = left.pop(step, None)
+        if how == "kill" and RANK == 0:
+            run.store.wait()
+            shutil.copytree(run_dir, killed, symlinks=True, ignore=shutil.ignore_patterns("lease.json"))
+        if how == "signal":
+            if step % run.group.size == RANK:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return None
+        return StopReason("that is enough", restartable=True) if how else None
+
+    codes: list[int] = []
+    stops: list[int] = []
+    for number in range(MOST_STARTS):
+        vars(user_hooks)["interrupted"] = at(sorted(left), interrupt)
+        before = dict(left)
+        hooks = ["user_hooks:interrupted"] if left else []
+        codes.append(train({**config, "hooks": hooks}, run_dir, calls[number]))
+        signal.alarm(0)
+        if RANK == 0 and killed.exists():
+            shutil.rmtree(run_dir)
+            killed.rename(run_dir)
+        elif RANK == 0 and codes[-1] == 75:
+            stops.append(json.loads((run_dir / "summary.json").read_text())["steps"])
+        if before == left:
+            break
+    return codes, stops
+
+
+def outcome(run_dir: Path, left_out: list[int]) -> dict[str, Any]:
+    """What a run has left, without times."""
+    from horovod_train.checkpoint.layout import open_checkpoint
+    from horovod_train.checkpoint.tensors import read_arrays
+
+    def without_times(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in row.items() if not OF_TIME.search(key)}
+
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if line["split"] != "train" or line["step"] not in left_out]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    del summary["config"]
+    parts = {key: without_times(value) if isinstance(value, dict) else value for key, value in summary.items()}
+    checkpoint = open_checkpoint(str(run_dir), "here")
+    best = run_dir / "checkpoints" / "best"
+    found: dict[str, Any] = {f"row {number}": without_times(row) for number, row in enumerate(rows)}
+    found |= {f"summary {key}": value for key, value in without_times(parts).items()}
+    found |= {f"array {name}": array.tobytes() for name, array in read_arrays(checkpoint).items()}
+    found["best"] = str(best.readlink()) if best.is_symlink() else None
+    for path in sorted((run_dir / "csv").glob("*")):
+        head, *lines = [line.split(",") for line in path.read_text().splitlines()]
+        keep = [number for number, key in enumerate(head) if not OF_TIME.search(key)]
+        kept = [line for line in [head, *lines] if not line[0].isdigit() or int(line[0]) not in left_out]
+        found |= {f"{path.name} {n}": [line[i] for i in keep] for n, line in enumerate(kept)}
+    return found
+
+
+def differences(seed: int) -> dict[str, Any]:
+    name, settings, interruptions, calls = drawn(seed)
+    config = config_of(name, settings)
+    told: dict[str, Any] = {"case": name, "settings": settings, "interruptions": interruptions}
+    whole, parts = OUT / f"{seed}-whole", OUT / f"{seed}-parts"
+    told["whole"] = train(config, whole, 10)
+    signal.alarm(0)
+    if told["whole"]:
+        return told
+    told["codes"], stops = trained_in_parts(config, parts, interruptions, calls)
+    if RANK == 0:
+        one, other = outcome(whole, stops), outcome(parts, stops)
+        if "patience" not in settings["early_stopping"]:
+            del one[UNCOUNTED], other[UNCOUNTED]
+        told["differ"] = {
+            key: "…" if key.startswith("array") else (one.get(key), other.get(key))
+            for key in {**one, **other}
+            if repr(one.get(key)) != repr(other.get(key))
+        }
+        for folder in (whole, parts):
+            shutil.rmtree(folder)
+    return told
+
+
+if __name__ == "__main__":
+    found = {}
+    for word in sys.argv[2:]:
+        found[word] = differences(int(word))
+        if RANK == 0:
+            print("SEED", word, json.dumps(found[word], default=str), flush=True)
+        if found[word]["whole"]:
+            break
+    leave(RANK, {"cases": found})
