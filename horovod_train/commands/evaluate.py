@@ -17,8 +17,8 @@ from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
 from horovod_train.output.files import Artifact, read_json
 
-FACTS = {"step", "epoch", "records", "ranks", "weights", "checkpoint"}
-FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=lambda path: read_json(path).keys() >= FACTS)
+_FACTS = {"step", "epoch", "records", "ranks", "weights", "checkpoint"}
+FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=lambda path: read_json(path).keys() >= _FACTS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
