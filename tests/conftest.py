@@ -292,33 +292,38 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-RankFacts = Callable[[str, str, int], list[dict[str, Any]]]
+RankFacts = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
 def rank_facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
-    """(program, launcher, np) → the facts that each rank left, by rank. Each combination is launched once a session."""
+    """(program, launcher, np, *words) → the facts that each rank left, by rank, launched once a session.
+
+    Words follow the folder on the program's command line; for_s: after which the launch counts as hanging.
+    """
 
     @functools.cache
-    def launch_once(program: str, launcher: str, np: int) -> list[dict[str, Any]] | str:
+    def launch_once(program: str, launcher: str, np: int, words: tuple[str, ...], for_s: float) -> Any:
         try:
-            return launch(program, launcher, np)
+            return launch(program, launcher, np, words, for_s)
         except pytest.fail.Exception as error:
             return str(error)  # a launch that hangs is not to hang again for the next test
 
-    def launch(program: str, launcher: str, np: int) -> list[dict[str, Any]]:
+    def launch(program: str, launcher: str, np: int, words: tuple[str, ...], for_s: float) -> list[dict[str, Any]]:
         out = tmp_path_factory.mktemp(f"{program}-{launcher}-{np}")
         script = str(PROGRAMS / f"{program}.py")
         finished = run_process(
-            [*launcher_command(launcher, np), *warm_python(), script, str(out)], timeout_s=2 * HANGS_AFTER_S
+            [*launcher_command(launcher, np), *warm_python(), script, str(out), *words], timeout_s=for_s
         )
         files = [out / f"rank-{rank}.json" for rank in range(np)]
         if finished.returncode or not all(file.exists() for file in files):
             pytest.fail(f"{program} under {launcher} at np={np}:\n{finished.text}")
         return [json.loads(file.read_text()) for file in files]
 
-    def facts(program: str, launcher: str, np: int) -> list[dict[str, Any]]:
-        found = launch_once(program, launcher, np)
+    def facts(
+        program: str, launcher: str, np: int, *words: str, for_s: float = 2 * HANGS_AFTER_S
+    ) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] | str = launch_once(program, launcher, np, words, for_s)
         if isinstance(found, str):
             pytest.fail(found)
         return found

@@ -1,8 +1,8 @@
-"""Runs of random settings, each trained whole and in parts, compared: random_resumes.py OUT [SEED ...].
+"""Runs of random settings, each trained whole and in parts, compared: random_resumes.py OUT [--disturbed] [SEED ...].
 
 A seed draws a case of differential_more or differential_random, settings of the run, and steps at which the second run
-is stopped or killed; then it is started again, as a scheduler does. By hand: `mpirun -np 2 python … /tmp/out 7` prints
-what differs.
+is stopped or killed; then it is started again, as a scheduler does. --disturbed: the starts after the first have
+another l2, so that the runs must differ. By hand: `mpirun -np 2 python … /tmp/out 7` prints what differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -44,26 +44,40 @@ group.close()
 EPOCHS = 3
 STEPS = 7 * EPOCHS
 """At 100 rows in batches of 16."""
-STALE = {"synchronization": "stale"}
 MOST_STARTS = 12
+PLATEAU = {"name": "ReduceLROnPlateau", "options": {"monitor": "loss", "factor": 0.5, "patience": 1, "min_delta": 0.1}}
+STOPPING = {"name": "EarlyStopping", "options": {"monitor": "loss", "patience": 1, "min_delta": 0.2}}
 UNCOUNTED = "array progress/early_stopping_evaluations_since"
-"""Which a run without patience does not count from start to start."""
-OF_TIME = re.compile(r"seconds|_per_s|s_per_step|_s$|_share|slowest_rank|ranks_apart|unchanged_parameters|bound|memory")
+"""What a run without patience does not count from start to start."""
+NOT_COMPARED = re.compile(
+    r"seconds|_per_s|s_per_step|_s$|_share|slowest_rank|ranks_apart|unchanged_parameters|bound|memory"
+)
 """Figures that no two runs have the same, and those of the last exchange, which no checkpoint has."""
 
 
-def drawn(seed: int) -> tuple[str, dict[str, Any], dict[int, str], list[int]]:
-    """Return the case of a seed, settings by section, how it is interrupted by step, and steps_per_call by start."""
+class Drawn(NamedTuple):
+    case: str
+    settings: dict[str, Any]
+    """By section."""
+    interruptions: dict[int, str]
+    """How it is interrupted, by step."""
+    steps_per_call: list[int]
+    """By start."""
+
+
+def drawn(seed: int) -> Drawn:
+    """Return what a seed draws."""
     draw = random.Random(seed)
     names = [name for name, case in CASES.items() if not case.refused]
     name = draw.choice([draw.choice(names), f"random {draw.randrange(10_000)}"])
 
-    def some(share: float, *values: Any) -> Any:
-        return draw.choice(values) if draw.random() < share else None
+    def some(share: float, *values: Any, otherwise: Any = None) -> Any:
+        return draw.choice(values) if draw.random() < share else otherwise
 
+    local = {"synchronization": "local", "average_every_steps": draw.randint(2, 5)}
     sections: dict[str, dict[str, Any]] = {
         "data": {
-            "shuffle": draw.random() < 0.7,
+            "shuffle": some(0.7, True, otherwise=False),
             "shuffle_window": some(0.5, 20, 50),
             "drop_remainder": some(0.2, True),
             "cache": some(0.2, "memory"),
@@ -76,7 +90,7 @@ def drawn(seed: int) -> tuple[str, dict[str, Any], dict[int, str], list[int]]:
             "non_finite": some(0.2, "skip"),
             "accumulate_steps": some(0.1, 2),
             "check_agreement_every_steps": some(0.6, 1, 5),
-            **(some(0.3, {"synchronization": "local", "average_every_steps": draw.randint(2, 5)}, STALE) or {}),
+            **some(0.3, local, {"synchronization": "stale"}, otherwise={}),
         },
         "eval": {"every_epochs": some(0.7, 1, 2), "every_steps": some(0.4, 3, 4, 5)},
         "checkpoint": {
@@ -85,54 +99,47 @@ def drawn(seed: int) -> tuple[str, dict[str, Any], dict[int, str], list[int]]:
             "keep": draw.randint(1, 3),
             "best": some(0.4, {"metric": "loss"}),
         },
-        "early_stopping": some(0.25, {"patience": draw.randint(1, 2), "min_delta": draw.choice([0.0, 1e-3, 10.0])})
-        or {},
+        "early_stopping": {"patience": some(0.25, 1, 2), "min_delta": draw.choice([0.0, 1e-3, 10.0])},
         "lr_schedule": {"warmup_epochs": some(0.2, 0.5, 1.0), "decay": some(0.3, "cosine", "polynomial")},
         "log": {
             "every_steps": draw.randint(1, 9),
-            "tensorboard": False,
             "progress": "plain",
             "trackers": some(0.4, ["csv"]),
-            **(some(0.1, {"tensorboard": True, "histograms_every_steps": 4}) or {}),
+            **some(0.1, {"histograms_every_steps": 4}, otherwise={"tensorboard": False}),
         },
         "horovod": {"compression": some(0.2, "fp16", "bf16"), "predivide": some(0.1, 2.0), "op": some(0.05, "sum")},
+        "model": some(0.2, {"freeze": ["kernel"]}, {"freeze": ["kernel"], "unfreeze": {"1": ["kernel"]}}, otherwise={}),
     }
-    kept_none = {("eval", "every_epochs"), ("checkpoint", "every_epochs"), ("train", "check_agreement_every_steps")}
+    by_default_not_null = ("every_epochs", "check_agreement_every_steps")
     settings: dict[str, Any] = {
-        section: {key: value for key, value in values.items() if value is not None or (section, key) in kept_none}
+        section: {key: value for key, value in values.items() if value is not None or key in by_default_not_null}
         for section, values in sections.items()
     }
-    settings["callbacks"] = (
-        some(
-            0.2,
-            [
-                {
-                    "name": "ReduceLROnPlateau",
-                    "options": {"monitor": "loss", "factor": 0.5, "patience": 1, "min_delta": 0.1},
-                }
-            ],
-            [{"name": "EarlyStopping", "options": {"monitor": "loss", "patience": 1, "min_delta": 0.2}}],
-        )
-        or []
-    )
-    if draw.random() < 0.2 and "synchronization" not in settings["train"]:
-        settings["model"] = {"freeze": ["kernel"], "unfreeze": some(0.7, {"1": ["kernel"]}) or {}}
+    settings["callbacks"] = some(0.2, [PLATEAU], [STOPPING], otherwise=[])
+    _leave_out_what_does_not_go_together(settings)
+    steps = draw.sample(range(1, STEPS), draw.randint(1, 3))
+    interruptions = {step: draw.choice(["stop", "kill", "signal"]) for step in steps}
+    return Drawn(name, settings, interruptions, [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)])
+
+
+def _leave_out_what_does_not_go_together(settings: dict[str, Any]) -> None:
+    synchronization = settings["train"].get("synchronization")
     if not settings["data"]["shuffle"]:
         settings["data"].pop("shuffle_window", None)
-    if settings["train"].get("synchronization") == "local":
+    if synchronization == "local":
         settings["horovod"] = {}
         settings["train"].pop("non_finite", None)
-    if settings["train"].get("synchronization") == "stale":
+    if synchronization == "stale":
         settings["horovod"]["sparse_as_dense"] = True
-    if settings["callbacks"] and settings["callbacks"][0]["name"] == "ReduceLROnPlateau":
+    if synchronization:
+        settings["model"].pop("unfreeze", None)
+    if PLATEAU in settings["callbacks"]:
         settings["lr_schedule"] = {}
     if not settings["eval"]["every_epochs"] and "every_steps" not in settings["eval"]:
         settings["checkpoint"].pop("best", None)
         settings["early_stopping"] = {}
-    interruptions = {
-        step: draw.choice(["stop", "kill", "signal"]) for step in draw.sample(range(1, STEPS), draw.randint(1, 3))
-    }
-    return name, settings, interruptions, [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)]
+    if "patience" not in settings["early_stopping"]:
+        settings["early_stopping"] = {}
 
 
 def config_of(name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +175,8 @@ def train(config: dict[str, Any], run_dir: Path, steps_per_call: int) -> int:
     return main.main(["--config", str(path), "--output-dir", str(run_dir)])
 
 
-def trained_in_parts(
-    config: dict[str, Any], run_dir: Path, interruptions: dict[int, str], calls: list[int]
+def train_in_parts(
+    config: dict[str, Any], run_dir: Path, interruptions: dict[int, str], steps_per_call: list[int]
 ) -> tuple[list[int], list[int]]:
     """Train until a start ends by itself; return the exit code of each start, and on root where some were stopped."""
     left = dict(interruptions)
@@ -179,7 +186,9 @@ def trained_in_parts(
         how = left.pop(step, None)
         if how == "kill" and RANK == 0:
             run.store.wait()
-            shutil.copytree(run_dir, killed, symlinks=True, ignore=shutil.ignore_patterns("lease.json"))
+            # A tracker's thread renames its partial files meanwhile.
+            ignored = shutil.ignore_patterns("lease.json", "*.partial")
+            shutil.copytree(run_dir, killed, symlinks=True, ignore=ignored)
         if how == "signal":
             if step % run.group.size == RANK:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -188,11 +197,12 @@ def trained_in_parts(
 
     codes: list[int] = []
     stops: list[int] = []
-    for number in range(MOST_STARTS):
+    for number, per_call in enumerate(steps_per_call):
         vars(user_hooks)["interrupted"] = at(sorted(left), interrupt)
         before = dict(left)
         hooks = ["user_hooks:interrupted"] if left else []
-        codes.append(train({**config, "hooks": hooks}, run_dir, calls[number]))
+        disturbed = {"train": {**config["train"], "l2": 0.5}} if number and "--disturbed" in sys.argv else {}
+        codes.append(train({**config, "hooks": hooks, **disturbed}, run_dir, per_call))
         signal.alarm(0)
         if RANK == 0 and killed.exists():
             shutil.rmtree(run_dir)
@@ -205,12 +215,12 @@ def trained_in_parts(
 
 
 def outcome(run_dir: Path, left_out: list[int]) -> dict[str, Any]:
-    """What a run has left, without times."""
+    """What a run has left, without times. left_out: steps without their lines of training: a stop writes one."""
     from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.checkpoint.tensors import read_arrays
 
     def without_times(row: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in row.items() if not OF_TIME.search(key)}
+        return {key: value for key, value in row.items() if not NOT_COMPARED.search(key)}
 
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if line["split"] != "train" or line["step"] not in left_out]
@@ -225,22 +235,23 @@ def outcome(run_dir: Path, left_out: list[int]) -> dict[str, Any]:
     found["best"] = str(best.readlink()) if best.is_symlink() else None
     for path in sorted((run_dir / "csv").glob("*")):
         head, *lines = [line.split(",") for line in path.read_text().splitlines()]
-        keep = [number for number, key in enumerate(head) if not OF_TIME.search(key)]
+        keep = [number for number, key in enumerate(head) if not NOT_COMPARED.search(key)]
         kept = [line for line in [head, *lines] if not line[0].isdigit() or int(line[0]) not in left_out]
         found |= {f"{path.name} {n}": [line[i] for i in keep] for n, line in enumerate(kept)}
     return found
 
 
 def differences(seed: int) -> dict[str, Any]:
-    name, settings, interruptions, calls = drawn(seed)
-    config = config_of(name, settings)
-    told: dict[str, Any] = {"case": name, "settings": settings, "interruptions": interruptions}
+    """Train whole and in parts; return what was drawn, the exit codes, and on root what differs."""
+    case, settings, interruptions, steps_per_call = drawn(seed)
+    config = config_of(case, settings)
+    told: dict[str, Any] = {"case": case, "settings": settings, "interruptions": interruptions}
     whole, parts = OUT / f"{seed}-whole", OUT / f"{seed}-parts"
     told["whole"] = train(config, whole, 10)
     signal.alarm(0)
     if told["whole"]:
         return told
-    told["codes"], stops = trained_in_parts(config, parts, interruptions, calls)
+    told["codes"], stops = train_in_parts(config, parts, interruptions, steps_per_call)
     if RANK == 0:
         one, other = outcome(whole, stops), outcome(parts, stops)
         if "patience" not in settings["early_stopping"]:
@@ -257,10 +268,10 @@ def differences(seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = {}
-    for word in sys.argv[2:]:
-        found[word] = differences(int(word))
+    for seed in [word for word in sys.argv[2:] if not word.startswith("--")]:
+        found[seed] = differences(int(seed))
         if RANK == 0:
-            print("SEED", word, json.dumps(found[word], default=str), flush=True)
-        if found[word]["whole"]:
-            break
+            print("SEED", seed, json.dumps(found[seed], default=str), flush=True)
+        if found[seed]["whole"]:
+            break  # a rank that was refused may still be told so, in the next run
     leave(RANK, {"cases": found})

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANGS_AFTER_S, PROGRAMS, launcher_command, run_process, warm_python
+from conftest import HANGS_AFTER_S, PROGRAMS, RankFacts
 
 sys.path.insert(0, str(PROGRAMS))
 from differential_cases import Case
@@ -44,24 +42,15 @@ LONG = {
 }
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+@pytest.fixture
+def facts(rank_facts: RankFacts) -> Facts:
     """(ranks, names of cases, words) → what root found of each case; each combination is launched once."""
 
-    @functools.cache
-    def launched(np: int, names: tuple[str, ...], words: tuple[str, ...] = ()) -> dict[str, Any] | str:
-        out = tmp_path_factory.mktemp("differential")
-        program = str(PROGRAMS / "differential.py")
-        command = [*launcher_command("mpirun" if np > 1 else "none", np), *warm_python(), program]
-        finished = run_process([*command, str(out), *words, *names], timeout_s=6 * HANGS_AFTER_S)
-        if finished.returncode:
-            return finished.text  # a launch that hangs is not to hang again for the next test
-        return json.loads((Path(out) / "rank-0.json").read_text())["cases"]
-
-    def found(*arguments: Any) -> dict[str, Any]:
-        facts = launched(*arguments)
-        assert not isinstance(facts, str), facts
-        return facts
+    def found(np: int, names: tuple[str, ...], words: tuple[str, ...] = ()) -> dict[str, Any]:
+        way = "mpirun" if np > 1 else "none"
+        root, *_ = rank_facts("differential", way, np, *words, *names, for_s=6 * HANGS_AFTER_S)
+        cases: dict[str, Any] = root["cases"]
+        return cases
 
     return found
 
