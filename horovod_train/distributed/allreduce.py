@@ -148,6 +148,31 @@ def mean_with_fractions(collective: Collective) -> Collective:
     return call  # type: ignore[return-value]
 
 
+def gathers_unknown_rows(collective: Collective) -> Collective:
+    """Return an allgather of Horovod whose gradient tells the ranks' numbers of rows in each step, not while traced.
+
+    The gradient gathers these numbers, and splits by them. Where tf.shape of the value is a constant, TensorFlow's
+    shape functions want the result already in tracing, and exchange it for that; ranks that come to several such
+    exchanges in different orders wait for each other forever.
+    """
+    signature = inspect.signature(collective)
+    (first, *_) = signature.parameters
+
+    def of_unknown_rows(value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
+        shape = tf.TensorShape([None]).concatenate(value.shape[1:]) if value.shape.rank else value.shape
+        return tf.raw_ops.PlaceholderWithDefault(input=value, shape=shape)
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not tf.executing_eagerly():
+            given[first] = tf.nest.map_structure(of_unknown_rows, given[first])
+        return collective(**given)
+
+    return call  # type: ignore[return-value]
+
+
 def _graphs() -> Iterator[Any]:
     """Yield the present graph and those around it. TensorFlow has no public way to ask of what kind they are."""
     graph = tf.compat.v1.get_default_graph()

@@ -54,7 +54,7 @@ from horovod.tensorflow import (
     stop_timeline as stop_timeline,
 )
 
-from horovod_train.distributed.allreduce import mean_with_fractions, named_by_call
+from horovod_train.distributed.allreduce import gathers_unknown_rows, mean_with_fractions, named_by_call
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm as synchronise_batch_norm
 from horovod_train.tensorflow import elastic as elastic
 from horovod_train.tensorflow.broadcasting import (
@@ -79,11 +79,11 @@ from horovod_train.tensorflow.gradients import (
 )
 from horovod_train.tensorflow.sharding import shard as shard
 
-allgather = named_by_call(_horovod.allgather)
+allgather = named_by_call(gathers_unknown_rows(_horovod.allgather))
 allreduce = mean_with_fractions(named_by_call(_horovod.allreduce))
 alltoall = named_by_call(_horovod.alltoall)
 broadcast = named_by_call(_horovod.broadcast)
-grouped_allgather = named_by_call(_horovod.grouped_allgather)
+grouped_allgather = named_by_call(gathers_unknown_rows(_horovod.grouped_allgather))
 grouped_allreduce = mean_with_fractions(named_by_call(_horovod.grouped_allreduce))
 grouped_reducescatter = mean_with_fractions(_horovod.grouped_reducescatter)
 reducescatter = mean_with_fractions(named_by_call(_horovod.reducescatter))

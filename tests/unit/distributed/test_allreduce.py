@@ -6,13 +6,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import horovod.tensorflow
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import horovod_train.tensorflow as hvd
 from horovod_train.distributed import allreduce
 from horovod_train.distributed.allreduce import add_up_rows, add_up_rows_in_order, exchange_name, over_ranks
+from horovod_train.distributed.start import horovod_alone
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 
@@ -139,3 +142,48 @@ def test_a_batch_norm_that_knows_no_renorm_can_be_synchronised() -> None:
     del layer.renorm
     synchronise_batch_norm(model)
     assert type(layer) is not keras.layers.BatchNormalization
+
+
+def constant_gathers(graph: tf.Graph) -> list[str]:
+    """Exchanges of a graph whose value TensorFlow knows while it traces, and which it then runs on the spot."""
+
+    def is_known(tensor: tf.Tensor) -> bool:
+        op = tensor.op
+        if op.type == "Shape" and op.inputs[0].shape.is_fully_defined():
+            return True
+        if op.type in ("Placeholder", "PlaceholderWithDefault") or op.op_def.is_stateful:
+            return False
+        return all(map(is_known, op.inputs))
+
+    return [op.name for op in graph.get_operations() if op.type == "HorovodAllgather" and is_known(op.outputs[0])]
+
+
+def one_by_one(gather: Any, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    return [gather(value) for value in values]
+
+
+def grouped(gather: Any, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    return gather(values)
+
+
+@pytest.mark.parametrize(
+    ("call", "ours", "of_horovod"),
+    [
+        (one_by_one, hvd.allgather, horovod.tensorflow.allgather),
+        (grouped, hvd.grouped_allgather, horovod.tensorflow.grouped_allgather),
+    ],
+)
+def test_the_gradient_of_a_gather_exchanges_nothing_while_it_is_traced(call: Any, ours: Any, of_horovod: Any) -> None:
+    def gathers(gather: Any) -> list[str]:
+        @tf.function(autograph=False)
+        def gradients(values: list[tf.Tensor]) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                loss = sum(tf.reduce_sum(rows**2) for rows in call(gather, values))
+            return tape.gradient(loss, values)
+
+        return constant_gathers(gradients.get_concrete_function([tf.TensorSpec([3, 2]), tf.TensorSpec([3])]).graph)
+
+    with horovod_alone():
+        assert gathers(ours) == []
+        assert len(gathers(of_horovod)) == 2
