@@ -42,7 +42,8 @@ class Figures:
     """The figures of one split since the last `result`.
 
     The states of metrics are combined over the ranks, and then give their result: sums are added up, which is exact for
-    every metric of Keras; for other states see `_kind`. Other numbers are averaged over records, in float64.
+    every metric of Keras; for other states see `_kind`. A number that is no metric's result becomes that of a mean over
+    records, in float64.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Figures:
 
         updates: how the step changes their states, by the id of their handle; see trial.updates_in.
         """
-        self._sources, self._metrics = dict(sources), list(metrics)
-        # Not those that a metric makes later: it does so in another step, as in that of an evaluation.
-        self._states = list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
         numbers = [name for name, source in sources.items() if source.metric is None]
-        self._sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in numbers}
-        self._weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
+        self._means = {name: keras.metrics.Mean(name, "float64") for name in numbers}
+        self._sources = {name: (source.metric or self._means[name], source) for name, source in sources.items()}
+        self._metrics = [*metrics, *self._means.values()]
+        # Not those that a metric makes later: it does so in another step, as in that of an evaluation.
+        states = [variable for metric in self._metrics for variable in metric.variables]
+        self._states = list({id(variable): variable for variable in states}.values())
         self._aside: list[np.ndarray] | None = None
         made = [variable.numpy() for variable in self.variables]  # Keras' own reset_state sets all of them to 0
         self._reset()
@@ -78,7 +80,7 @@ class Figures:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The states of the model's metrics, which all splits share."""
+        """The states: all splits share those of the model's metrics."""
         return [as_tf_variable(variable) for variable in self._states]
 
     @property
@@ -88,26 +90,18 @@ class Figures:
 
     @property
     def sums(self) -> list[tf.Variable]:
-        """Those of the states and sums that a non-finite pass must not poison."""
-        return [*self._sums.values(), *(variable for variable in self.variables if variable.dtype.is_floating)]
-
-    @property
-    def accumulated(self) -> list[tf.Variable]:
-        """All that a step adds to: the states, the sums and their weight."""
-        return [*self.variables, *self._sums.values(), self._weight]
+        """Those of the states that a non-finite pass must not poison."""
+        return [variable for variable in self.variables if variable.dtype.is_floating]
 
     def add(self, logs: Mapping[str, Any], weight: tf.Tensor | float) -> None:
         """In the compiled step: add what the step returned; its metrics have been updated already.
 
         weight: of its numbers: the records.
         """
-        if self._sums:
-            weight = tf.cast(weight, tf.float64)
-            numbers = flat_logs(logs)
-            for name, total in self._sums.items():
-                mean = tf.reduce_mean(tf.cast(numbers[name], tf.float64))
-                total.assign_add(tf.math.multiply_no_nan(mean, weight))
-            self._weight.assign_add(weight)
+        numbers = flat_logs(logs) if self._means else {}
+        for name, mean in self._means.items():
+            number = tf.reduce_mean(tf.cast(numbers[name], tf.float64))
+            mean.update_state(tf.where(weight > 0, number, 0.0), weight)  # of a row that does not count it may be NaN
 
     def count(self, records: int) -> None:
         """Between compiled calls: note that so many more records are in the states; move sums into float64 in time."""
@@ -141,20 +135,9 @@ class Figures:
         """Collective: return the figures over the steps of all ranks since the last call; then reset, unless `keep`."""
         kept = self._added() if keep else None
         self._combine(group)
-        totals = group.sum([variable.numpy() for variable in (self._weight, *self._sums.values())])
-        weight = float(totals[0])
-        means = {
-            name: float(total) / weight if weight else math.nan
-            for name, total in zip(self._sums, totals[1:], strict=True)
-        }
-        values = {
-            name: means[name] if source.metric is None else _part(source.metric.result(), source)
-            for name, source in self._sources.items()
-        }
+        values = {name: _part(metric.result(), source) for name, (metric, source) in self._sources.items()}
         self._reset()
         self._moved, self._records, self._has_steps = None, 0, False
-        for variable in (self._weight, *self._sums.values()):
-            variable.assign(0.0)
         for variable, value in zip(self.variables, self._aside or (), strict=self._aside is not None):
             variable.assign(value)
         self._aside = None
@@ -165,7 +148,8 @@ class Figures:
     @property
     def layout(self) -> dict[str, Any]:
         """What the numbers of `snapshot` are, as JSON gives it back."""
-        return {"names": self.names, "shapes": [each.shape.as_list() for each in self.accumulated]}
+        shapes = [variable.shape.as_list() for variable in self.variables]
+        return {"names": self.names, "kinds": self._kinds, "shapes": shapes}
 
     def checkpoint_bytes(self, ranks: int) -> int:
         """Return the most bytes of `snapshot` for so many ranks."""
@@ -197,17 +181,17 @@ class Figures:
         self._take([table[group.rank] for table in tables] if is_same else self._joined(tables, is_root=group.is_root))
 
     def _added(self) -> list[np.ndarray]:
-        """Return all that steps have added to, as float64: states, what of each was moved, other sums, the records."""
-        count, values = len(self._states), [variable.numpy() for variable in self.accumulated]
+        """Return all that steps have added to, as float64: states, what of each was moved, the records."""
         moved = self._moved or [np.zeros(initial.shape) for initial in self._initial]
-        return [np.asarray(value, np.float64) for value in (*values[:count], *moved, *values[count:], self._records)]
+        values = (*(variable.numpy() for variable in self.variables), *moved, self._records)
+        return [np.asarray(value, np.float64) for value in values]
 
     def _take(self, added: Sequence[np.ndarray]) -> None:
         """Set everything to what `_added` has returned."""
         count = len(self._states)
-        for variable, value in zip(self.accumulated, (*added[:count], *added[2 * count : -1]), strict=True):
+        for variable, value in zip(self.variables, added[:count], strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        self._moved, self._records, self._has_steps = list(added[count : 2 * count]), int(added[-1]), True
+        self._moved, self._records, self._has_steps = list(added[count:-1]), int(added[-1]), True
 
     def _joined(self, tables: Sequence[np.ndarray], *, is_root: bool) -> list[np.ndarray]:
         """Return what `_take` takes on one rank, given what each of some other number of ranks had, [ranks, …]."""
@@ -216,9 +200,8 @@ class Figures:
             is_sum = kind == "sum"
             states.append(initial if is_sum else _OVER_RANKS[kind](table))
             gained.append((table - initial).sum(axis=0) if is_sum else np.zeros(initial.shape))
-        sums = [table.sum(axis=0) for table in tables[len(states) :]]
-        moved = [a + b for a, b in zip(gained, sums, strict=False)]
-        rest = [*moved, *sums[len(moved) :]]
+        *moved, records = [table.sum(axis=0) for table in tables[len(states) :]]
+        rest = [*(a + b for a, b in zip(gained, moved, strict=True)), records]
         return [*states, *(rest if is_root else map(np.zeros_like, rest))]
 
     def _combine(self, group: WorkerGroup) -> None:

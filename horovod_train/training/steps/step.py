@@ -465,7 +465,7 @@ class TrainStep:
         if self.max_skips_in_a_row or self.state.synchronization.delay:
             forward_state = self.forward_state.variables
             contexts.enter_context(restored_if_nonfinite(forward_state, self.state.finite(forward_state)))
-            contexts.enter_context(restored_if_nonfinite(self.figures.accumulated, self.figures.sums))
+            contexts.enter_context(restored_if_nonfinite(self.figures.variables, self.figures.sums))
         return contexts
 
 

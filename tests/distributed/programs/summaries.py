@@ -107,7 +107,6 @@ def all_bytes(step: TrainStep) -> str:
         *step.state.variables().values(),
         *step.state.model.variables,
         *step.figures.variables,
-        *step.figures.sums,
         step.state.failure.last_loss,
         step.skipped,
     ]

@@ -260,9 +260,9 @@ def test_the_counts_of_updates_that_were_left_out_are_resumed(tmp_path: Path) ->
 def test_figures_of_training_are_resumed_if_they_are_and_mean_the_same(
     tmp_path: Path, names: list[str], then: Config
 ) -> None:
-    saved, table = compiled(0.1), np.zeros((1, 2))
+    saved, table = compiled(0.1), np.zeros((1, 1))
     arrays = {name: variable.numpy() for name, variable in saved.variables().items()} | {FIGURES_BY_RANK: table}
-    facts: Any = {"config": as_dict(then), "figures": {"names": names, "shapes": [[]]}}
+    facts: Any = {"config": as_dict(then), "figures": {"names": names, "kinds": [], "shapes": []}}
     kept = restored(compiled(0.1), saved, tmp_path / "saved", arrays=arrays, **facts)
     assert (FIGURES_BY_RANK in kept.of_ranks) == (not names and then == Config())
 
