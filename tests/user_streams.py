@@ -57,6 +57,30 @@ def weighted(rank: int, size: int, epoch: int, seed: int, training: bool, least:
     return numbers.map(lambda n: ({"a": tf.cast(n, tf.float32)[None]}, n % 2, tf.cast(n, tf.int32) + least))
 
 
+def of_arrays(
+    rank: int,
+    size: int,
+    epoch: int,
+    seed: int,
+    training: bool,
+    path: str,
+    inputs: list[str],
+    targets: list[str],
+    weight: str | None = None,
+) -> tf.data.Dataset:
+    """The rows of an npz file, in another order each epoch; every size-th is of a rank."""
+    with np.load(path) as arrays:
+        features = {name: arrays[name] for name in [*inputs, *targets, *([weight] if weight else [])]}
+    rows = len(features[inputs[0]])
+    order = np.random.default_rng([seed, epoch]).permutation(rows) if training else np.arange(rows)
+
+    def some(names: list[str]) -> Any:
+        found = {name: features[name][order[rank::size]] for name in names}
+        return found if len(names) != 1 else found[names[0]]
+
+    return tf.data.Dataset.from_tensor_slices((some(inputs), some(targets), *([some([weight])] if weight else [])))
+
+
 def broken(rank: int, size: int, epoch: int, seed: int, training: bool, how: str = "") -> Any:
     """Not what is asked for."""
 

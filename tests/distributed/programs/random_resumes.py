@@ -31,19 +31,17 @@ from horovod_train.training.stopping import StopReason
 
 group = start(Config().horovod, Config().device)
 RANK = group.rank
-from differential_more import CASES, DATA  # noqa: E402  making tensors fixes the number of threads
+from differential_cases import Case  # noqa: E402  making tensors fixes the number of threads
+from differential_more import CASES, DATA  # noqa: E402
 from differential_random import case_of  # noqa: E402
 
 OUT = Path(sys.argv[1])
-if group.is_root:
-    for data, (features, _, _) in DATA.items():
-        np.savez(OUT / f"{data}.npz", **features)  # type: ignore[arg-type]
-group.barrier()
-group.close()
-
-EPOCHS = 3
-STEPS = 7 * EPOCHS
-"""At 100 rows in batches of 16."""
+BATCH, EPOCHS = 16, 3
+FORMS = ("arrays", "TFRecords", "mixture", "fold", "stream")
+FIRST_ROWS = 30
+"""Of the 100, in a mixture; they come twice in an epoch."""
+LEAST_STEPS = EPOCHS * 5
+"""With a fold, which leaves 75 rows."""
 MOST_STARTS = 12
 PLATEAU = {"name": "ReduceLROnPlateau", "options": {"monitor": "loss", "factor": 0.5, "patience": 1, "min_delta": 0.1}}
 STOPPING = {"name": "EarlyStopping", "options": {"monitor": "loss", "patience": 1, "min_delta": 0.2}}
@@ -55,8 +53,37 @@ NOT_COMPARED = re.compile(
 """Figures that no two runs have the same, and those of the last exchange, which no checkpoint has."""
 
 
+def write_records() -> None:
+    """Write the rows of each case's data, as `read_as` reads them."""
+    for data, (features, inputs, targets) in DATA.items():
+        for part, rows in {"": slice(None), "-first": slice(FIRST_ROWS), "-rest": slice(FIRST_ROWS, None)}.items():
+            arrays: dict[str, Any] = {key: array[rows] for key, array in features.items()}
+            np.savez(OUT / f"{data}{part}.npz", **arrays)
+        names = ["--inputs", *inputs, *sorted(features.keys() & {"w"}), *(["--targets", *targets] if targets else [])]
+        words = ["--file", str(OUT / f"{data}.npz"), "--out", str(OUT / data), "--shards", "3", *names]
+        assert main.main(["prepare", "npz", *words]) == 0
+
+
+def read_as(form: str, case: Case) -> dict[str, Any]:
+    """Return the settings of data: what is read, and how. The forms are FORMS."""
+    _, inputs, targets = DATA[case.data]
+    path, records = str(OUT / f"{case.data}.npz"), str(OUT / case.data / "train")
+    mixture = [{"path": str(OUT / f"{case.data}-first.npz"), "repeats": 2}, str(OUT / f"{case.data}-rest.npz")]
+    names = {"inputs": list(inputs), "targets": list(targets), **({"weight": "w"} if case.weighted else {})}
+    forms: dict[str, dict[str, Any]] = {
+        "arrays": {"train": path, "eval": path, **names},
+        "TFRecords": {"train": records, "eval": records, **names},
+        "mixture": {"train": mixture, "eval": path, **names},
+        "fold": {"train": path, "eval": path, "fold": "2/4", **names},
+        "stream": {"dataset": {"name": "user_streams:of_arrays", "options": {"path": path, **names}}},
+    }
+    return {"global_batch_size": BATCH, **forms[form]}
+
+
 class Drawn(NamedTuple):
     case: str
+    form: str
+    """Of its records, one of FORMS."""
     settings: dict[str, Any]
     """By section."""
     interruptions: dict[int, str]
@@ -70,6 +97,7 @@ def drawn(seed: int) -> Drawn:
     draw = random.Random(seed)
     names = [name for name, case in CASES.items() if not case.refused]
     name = draw.choice([draw.choice(names), f"random {draw.randrange(10_000)}"])
+    form = draw.choice(FORMS)
 
     def some(share: float, *values: Any, otherwise: Any = None) -> Any:
         return draw.choice(values) if draw.random() < share else otherwise
@@ -116,15 +144,17 @@ def drawn(seed: int) -> Drawn:
         for section, values in sections.items()
     }
     settings["callbacks"] = some(0.2, [PLATEAU], [STOPPING], otherwise=[])
-    _leave_out_what_does_not_go_together(settings)
-    steps = draw.sample(range(1, STEPS), draw.randint(1, 3))
+    _leave_out_what_does_not_go_together(settings, form)
+    steps = draw.sample(range(1, LEAST_STEPS), draw.randint(1, 3))
     interruptions = {step: draw.choice(["stop", "kill", "signal"]) for step in steps}
-    return Drawn(name, settings, interruptions, [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)])
+    return Drawn(name, form, settings, interruptions, [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)])
 
 
-def _leave_out_what_does_not_go_together(settings: dict[str, Any]) -> None:
+def _leave_out_what_does_not_go_together(settings: dict[str, Any], form: str) -> None:
     synchronization = settings["train"].get("synchronization")
-    if not settings["data"]["shuffle"]:
+    if form == "stream":
+        settings["data"] = {}
+    elif not settings["data"]["shuffle"]:
         settings["data"].pop("shuffle_window", None)
     if synchronization == "local":
         settings["horovod"] = {}
@@ -142,18 +172,10 @@ def _leave_out_what_does_not_go_together(settings: dict[str, Any]) -> None:
         settings["early_stopping"] = {}
 
 
-def config_of(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def config_of(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
     case = case_of(name)
-    _, inputs, targets = DATA[case.data]
     of_case: dict[str, Any] = {
-        "data": {
-            "train": str(OUT / f"{case.data}.npz"),
-            "eval": str(OUT / f"{case.data}.npz"),
-            "inputs": list(inputs),
-            "targets": list(targets),
-            "global_batch_size": 16,
-            **({"weight": "w"} if case.weighted else {}),
-        },
+        "data": read_as(form, case),
         "model": {"name": "differential_random:build", "options": {"case": name}},
         "train": {"epochs": EPOCHS},
         "eval": {"batch_size_per_rank": 32},
@@ -243,9 +265,9 @@ def outcome(run_dir: Path, left_out: list[int]) -> dict[str, Any]:
 
 def differences(seed: int) -> dict[str, Any]:
     """Train whole and in parts; return what was drawn, the exit codes, and on root what differs."""
-    case, settings, interruptions, steps_per_call = drawn(seed)
-    config = config_of(case, settings)
-    told: dict[str, Any] = {"case": case, "settings": settings, "interruptions": interruptions}
+    case, form, settings, interruptions, steps_per_call = drawn(seed)
+    config = config_of(case, form, settings)
+    told: dict[str, Any] = {"case": case, "form": form, "settings": settings, "interruptions": interruptions}
     whole, parts = OUT / f"{seed}-whole", OUT / f"{seed}-parts"
     told["whole"] = train(config, whole, 10)
     signal.alarm(0)
@@ -267,6 +289,10 @@ def differences(seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if group.is_root:
+        write_records()
+    group.barrier()
+    group.close()
     found = {}
     for seed in [word for word in sys.argv[2:] if not word.startswith("--")]:
         found[seed] = differences(int(seed))
