@@ -1,12 +1,14 @@
-"""What layers hold besides weights: constants, tables, vocabularies; and what they derive from weights.
+"""What layers are besides weights: options, constants, tables, vocabularies; and what they derive from weights.
 
 None of it is sent between ranks. What is derived is derived anew, the rest is compared, by digests.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ _TABLES: tuple[type[Any], ...] = (
     tf.lookup.experimental.MutableHashTable,
     tf.lookup.experimental.DenseHashTable,
 )
-CONSTANT, TABLE, VOCABULARY = "constant", "table", "vocabulary"
-"""What the names in `contents` begin with."""
+CONSTANT, TABLE, VOCABULARY, OPTIONS = "constant", "table", "vocabulary", "options"
+"""What the names in `contents` and `how_built` begin with."""
 
 
 def contents(model: keras.Model, *, of_keras_only: bool = False) -> dict[str, str]:
@@ -48,6 +50,35 @@ def finalize(model: keras.Layer) -> None:
     """Have layers compute anew what they derive from weights; call after loading weights, or getting them from root."""
     for layer in deriving_layers(model):
         layer.finalize_state()
+
+
+def structure(model: keras.Model) -> dict[str, str]:
+    """Return what must be equal before ranks can send each other weights, by name: Keras' settings, layers, weights."""
+    settings = (keras.config.backend(), keras.config.image_data_format(), f"epsilon {keras.config.epsilon():g}")
+    facts = {"Keras' settings (keras.json)": ", ".join(settings)}
+    for number, weight in enumerate(model.weights):
+        facts[f"weight {number} of the model"] = f"{weight.path} {tuple(weight.shape)} {weight.dtype}"
+    for number, layer in enumerate(layers_inside(model)):
+        # Only Keras' own: a user's config may hold what differs by rank, and not change what is computed.
+        if is_of_keras(layer) and (options := _options(layer)) is not None:
+            facts[f"options of layer {number}"] = f"{layer.path}: {digest(options.encode())}"
+    return facts
+
+
+def how_built(model: keras.Model) -> dict[str, str]:
+    """Return, by name, digests of what makes a model compute something else with the same weights.
+
+    These are the order of layers and the options of Keras' own, but for those that are settings of a run: what is
+    trained, and in which precision.
+    """
+    options: dict[str, str] = {}
+    layers = [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
+    for layer in layers:
+        if is_of_keras(layer) and (text := _options(layer, left_out=("seed", "trainable", "dtype"))) is not None:
+            name = f"{OPTIONS} of layer {layer.path}"
+            options[name] = digest((options.get(name, "") + text).encode())
+    order = digest("\n".join(layer.path for layer in layers).encode())
+    return options | {"order of layers": order}
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
@@ -82,3 +113,29 @@ def _digest_of_assets(layer: keras.Layer) -> str | None:
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         texts = [f"{path.relative_to(folder)} {digest(path.read_bytes())}" for path in files]
     return digest("\n".join(texts).encode())
+
+
+def _options(layer: keras.Layer, left_out: Collection[str] = ("seed",)) -> str | None:
+    """Return a layer's config as text; None if Keras cannot save the layer, as with an activation of functools.partial.
+
+    Without seeds, which do not decide what ranks compute (see step.Seeds), and without the code of lambdas, which
+    names the file that it is from.
+    """
+
+    def compared(value: Any) -> Any:
+        if isinstance(value, dict):
+            if value.get("class_name") == "__lambda__":
+                return "lambda"
+            return {str(key): compared(part) for key, part in value.items() if key not in left_out}
+        return [compared(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def other(value: Any) -> str:
+        return digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lambdas in what is saved; nothing is
+            config = layer.get_config()
+    except Exception:  # what Keras raises depends on the option
+        return None
+    return json.dumps(compared(config), sort_keys=True, default=other)

@@ -35,7 +35,7 @@ from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.schema import check_same_classes, parse_feature
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import check_sums
-from horovod_train.distributed.layer_contents import contents, finalize
+from horovod_train.distributed.layer_contents import contents, finalize, how_built
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RunError, UserError, one_line
@@ -45,7 +45,7 @@ from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.initial_state import check_contents, how_built
+from horovod_train.training.initial_state import check_contents, users_code
 from horovod_train.training.losses import build_loss, takes_logits
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
@@ -256,7 +256,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
         log.warning(f"{checkpoint.folder}: the model is built without {listed(unbuilt)}, which are left out")
     load(variables, checkpoint, unwanted={*trained, *unbuilt})
     finalize(model)
-    check_contents(contents(model) | how_built(model, checkpoint.facts.config), checkpoint)
+    check_contents(contents(model) | users_code(checkpoint.facts.config) | how_built(model), checkpoint)
     return "ema" if takes_averages else "trained"
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step_name
@@ -27,9 +25,7 @@ from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.schema import check_same_classes, settings_of
 from horovod_train.distributed import consistency
-from horovod_train.distributed.consistency import digest
-from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, digest_of_array, is_of_keras
-from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.distributed.layer_contents import OPTIONS, TABLE, VOCABULARY
 from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
 from horovod_train.training.fine_tuning import assign, match, slots_like_weights
@@ -47,8 +43,6 @@ _OF_THE_STATE = (
     *("train.synchronization", "train.ema_decay", "data.features", "data.inputs", "data.preprocess", "data.parse"),
 )
 """Settings on which it depends which variables there are, and their shapes."""
-OPTIONS = "options"
-"""What the names of options of layers begin with in `how_built`."""
 log = logging.getLogger(__name__)
 
 
@@ -260,35 +254,6 @@ def steps_of_hooks(run: Run) -> dict[str, str]:
     return {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
 
 
-def structure(model: keras.Model) -> dict[str, str]:
-    """Return what must be equal before ranks can send each other weights, by name: Keras' settings, layers, weights."""
-    settings = (keras.config.backend(), keras.config.image_data_format(), f"epsilon {keras.config.epsilon():g}")
-    facts = {"Keras' settings (keras.json)": ", ".join(settings)}
-    for number, weight in enumerate(model.weights):
-        facts[f"weight {number} of the model"] = f"{weight.path} {tuple(weight.shape)} {weight.dtype}"
-    for number, layer in enumerate(layers_inside(model)):
-        # Only Keras' own: a user's config may hold what differs by rank, and not change what is computed.
-        if is_of_keras(layer) and (options := _options(layer)) is not None:
-            facts[f"options of layer {number}"] = f"{layer.path}: {digest(options.encode())}"
-    return facts
-
-
-def how_built(model: keras.Model, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by name, digests of what makes a model compute something else with the same weights.
-
-    These are the user's code, the order of layers and the options of Keras' own, but for those that are settings of a
-    run: what is trained, and in which precision.
-    """
-    options: dict[str, str] = {}
-    layers = [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
-    for layer in layers:
-        if is_of_keras(layer) and (text := _options(layer, left_out=("seed", "trainable", "dtype"))) is not None:
-            name = f"{OPTIONS} of layer {layer.path}"
-            options[name] = digest((options.get(name, "") + text).encode())
-    order = digest("\n".join(layer.path for layer in layers).encode())
-    return users_code(settings) | options | {"order of layers": order}
-
-
 def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
     """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of what else differs.
 
@@ -304,29 +269,3 @@ def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
         raise UserError(f"{line}; so weights would stand for other words. Give the model those of then.")
     if changed:
         log.warning(line)
-
-
-def _options(layer: keras.Layer, left_out: Collection[str] = ("seed",)) -> str | None:
-    """Return a layer's config as text; None if Keras cannot save the layer, as with an activation of functools.partial.
-
-    Without seeds, which do not decide what ranks compute (see step.Seeds), and without the code of lambdas, which
-    names the file that it is from.
-    """
-
-    def compared(value: Any) -> Any:
-        if isinstance(value, dict):
-            if value.get("class_name") == "__lambda__":
-                return "lambda"
-            return {str(key): compared(part) for key, part in value.items() if key not in left_out}
-        return [compared(part) for part in value] if isinstance(value, list | tuple) else value
-
-    def other(value: Any) -> str:
-        return digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of lambdas in what is saved; nothing is
-            config = layer.get_config()
-    except Exception:  # what Keras raises depends on the option
-        return None
-    return json.dumps(compared(config), sort_keys=True, default=other)

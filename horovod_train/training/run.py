@@ -24,7 +24,7 @@ from horovod_train.data.audit import Audit, AuditLog, Start
 from horovod_train.data.batch_source import Batch, Batches, BatchSource
 from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
-from horovod_train.distributed.layer_contents import contents, finalize
+from horovod_train.distributed.layer_contents import contents, finalize, how_built, structure
 from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
@@ -63,8 +63,8 @@ def run(config: Config) -> int:
     with open_run(config) as run:
         of_ranks = initial_state.restore(run)
         initial_state.take_initial_weights(run)
-        settings, model = as_dict(run.config), run.state.model
-        facts = initial_state.users_code(settings) | initial_state.steps_of_hooks(run) | initial_state.structure(model)
+        code, model = initial_state.users_code(as_dict(run.config)), run.state.model
+        facts = code | initial_state.steps_of_hooks(run) | structure(model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
@@ -75,7 +75,7 @@ def run(config: Config) -> int:
         finalize(model)
         held = contents(model)
         consistency.check(run.group, held, "at the start", RanksStartApart)
-        held |= initial_state.how_built(model, settings)
+        held |= code | how_built(model)
         with run.group.raise_together():
             if run.checkpoint:
                 initial_state.check_contents(held, run.checkpoint)

@@ -31,7 +31,7 @@ from horovod_train.config.settings import (
 )
 from horovod_train.data.schema import Feature
 from horovod_train.distributed import consistency
-from horovod_train.distributed.layer_contents import contents, finalize
+from horovod_train.distributed.layer_contents import contents, finalize, how_built, structure
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
 from horovod_train.training.state import MovingAverages, TrainState
@@ -50,7 +50,7 @@ def normalized(rows: np.ndarray) -> keras.Model:
 
 
 def test_the_structure_of_a_model_is_the_same_whatever_its_values_and_seeds() -> None:
-    assert initial_state.structure(normalized(ROWS)) == initial_state.structure(normalized(2 * ROWS))
+    assert structure(normalized(ROWS)) == structure(normalized(2 * ROWS))
 
 
 def test_another_option_of_a_layer_is_another_structure() -> None:
@@ -58,7 +58,7 @@ def test_another_option_of_a_layer_is_another_structure() -> None:
         keras.utils.clear_session()
         return keras.Sequential([keras.Input((2,)), layers.Dense(1, activation=name)])
 
-    one, other = (initial_state.structure(built(name)) for name in ("relu", "gelu"))
+    one, other = (structure(built(name)) for name in ("relu", "gelu"))
     assert one.keys() == other.keys()
     assert [name for name in one if one[name] != other[name]] == ["options of layer 2"]
 
@@ -76,7 +76,7 @@ class Doubled:
 )
 def test_options_that_keras_cannot_save_are_not_compared(activation: Any) -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1, activation=activation)])
-    facts = initial_state.structure(model)
+    facts = structure(model)
     assert facts["weight 0 of the model"].endswith("/kernel (2, 1) float32")
     assert "0x" not in str(facts)
 
@@ -85,7 +85,7 @@ def test_the_code_of_a_lambda_is_not_compared_because_it_names_its_file() -> Non
     def built(folder: str) -> dict[str, str]:
         keras.utils.clear_session()
         double = eval(compile("lambda x: 2 * x", f"{folder}/nets.py", "eval"))
-        return initial_state.structure(keras.Sequential([keras.Input((2,)), layers.Lambda(double)]))
+        return structure(keras.Sequential([keras.Input((2,)), layers.Lambda(double)]))
 
     assert built("/home/one") == built("/home/other")
 
@@ -292,9 +292,9 @@ def test_a_model_that_computes_something_else_with_the_same_weights_is_said(said
 
     def check(model: keras.Model, versions: dict[str, str] | None = None) -> list[str]:
         said.clear()
-        saved = checkpoint_with(initial_state.how_built(of_two("a", "b", activation="relu"), {}))
+        saved = checkpoint_with(how_built(of_two("a", "b", activation="relu")))
         facts = dataclasses.replace(saved.facts, versions=versions or {})
-        initial_state.check_contents(initial_state.how_built(model, {}), dataclasses.replace(saved, facts=facts))
+        initial_state.check_contents(how_built(model), dataclasses.replace(saved, facts=facts))
         return list(said)
 
     assert check(of_two("a", "b", activation="relu")) == []
