@@ -103,6 +103,9 @@ class SyncStrategy:
     stops_at_once = True
     """Whether all ranks stop at the step in which one has failed; the batch that it used last is then the cause."""
 
+    settled: tf.Variable | None = None
+    """int64: the step at which ranks were last made equal; None: they are after each."""
+
     def __init__(self) -> None:
         self.variables: dict[str, tf.Variable] = {}
         """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
@@ -110,26 +113,27 @@ class SyncStrategy:
         """Those of `variables` that hold numbers not applied yet."""
 
     def exchange(
-        self,
-        combine: CombineList,
-        local_gradients: Sequence[Any],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-        is_empty: tf.Tensor | None = None,
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any], step: tf.Tensor
     ) -> Exchanged:
         """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
 
         combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
-        are None on every rank. step: int64, steps done. is_empty: whether no rank has a record in the step, whose
-        gradients are not applied; None: one has.
+        are None on every rank. step: int64, steps done.
         """
         return Exchanged(combine(local_gradients), local_gradients)
 
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor, is_empty: tf.Tensor | None = None) -> tf.Tensor:
+    def leave_out(self, step: tf.Tensor) -> None:
+        """In the compiled step, in place of `exchange` where no rank has a record: ranks that were equal still are.
+
+        step: int64, this step included.
+        """
+        if self.settled is not None:
+            self.settled.assign(tf.where(tf.equal(self.settled, step - 1), step, self.settled))
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Collective, in the compiled step, after applying gradients: return whether all ranks must stop.
 
         failed: bool, whether this rank has failed, in this step or before. step: int64, this step included.
-        is_empty: as for `exchange`.
         """
         return failed  # comes from combined gradients, so ranks agree
 
@@ -175,7 +179,7 @@ class Local(SyncStrategy):
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
         self.of_root = list(parts.of_root)
         self._is_root = tf.Variable(self.group.is_root, trainable=False)  # not a constant: see ForwardState
-        self.settled = settled_step()
+        self.settled: tf.Variable = settled_step()
         self.squared_distance = tf.Variable(0.0, trainable=False)
         """float32: squared distance of this rank's variables from the mean, at the last average."""
         zeros = tf.zeros([len(self.weights)], tf.float64)
@@ -190,12 +194,7 @@ class Local(SyncStrategy):
         self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(
-        self,
-        combine: CombineList,
-        local_gradients: Sequence[Any],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-        is_empty: tf.Tensor | None = None,
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any], step: tf.Tensor
     ) -> Exchanged:
         # Ranks diverge from here on; another optimizer of the step may have been applied already.
         is_first = tf.logical_and(tf.equal(self.settled, step), tf.not_equal(self._noted_at, step))
@@ -203,7 +202,7 @@ class Local(SyncStrategy):
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]
         return Exchanged(rows_once, local_gradients)
 
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor, is_empty: tf.Tensor | None = None) -> tf.Tensor:
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # Other ranks learn about a failed rank at the next average.
         def meet() -> tf.Tensor:
             self._average()
@@ -276,7 +275,7 @@ class Stale(SyncStrategy):
         self._index = {id(as_tf_variable(weight)): index for index, weight in enumerate(trained)}
         """By the id of a weight: its place in `pending`."""
         self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
-        self.settled = settled_step()
+        self.settled: tf.Variable = settled_step()
         self._paths = paths = [weight.path for weight in trained]
         self.variables = by_unique_name(
             (f"pending/{path}", variable) for path, variable in zip(paths, self.pending, strict=True)
@@ -286,12 +285,7 @@ class Stale(SyncStrategy):
         self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
 
     def exchange(
-        self,
-        combine: CombineList,
-        local_gradients: Sequence[Any],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-        is_empty: tf.Tensor | None = None,
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any], step: tf.Tensor
     ) -> Exchanged:
         pairs = [
             (number, self._index[id(as_tf_variable(variable))])
@@ -309,18 +303,9 @@ class Stale(SyncStrategy):
         exchanged = tf.cond(tf.equal(self.settled, step), lambda: previous, lambda: combine(previous))
         combined: list[Any] = [None] * len(local_gradients)
         for (number, place), gradient in zip(pairs, exchanged, strict=True):
-            now = tf.convert_to_tensor(local_gradients[number])
-            if is_empty is not None:  # what waits is applied in the next step that has a record
-                now = tf.where(is_empty, self.pending[place], now)
-            self.pending[place].assign(now)
+            self.pending[place].assign(tf.convert_to_tensor(local_gradients[number]))
             combined[number] = gradient
         return Exchanged(combined, previous)
-
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor, is_empty: tf.Tensor | None = None) -> tf.Tensor:
-        if is_empty is not None:  # what was combined before the step, and still waits, is not combined once more
-            still_is = tf.logical_and(is_empty, tf.equal(self.settled, step - 1))
-            self.settled.assign(tf.where(still_is, step, self.settled))
-        return failed
 
     def settle(self, step: int) -> bool:
         if int(self.settled) == step:

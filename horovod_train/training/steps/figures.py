@@ -331,17 +331,10 @@ class ForwardState:
         """In the compiled step, before the pass: return what `combine` needs."""
         return [variable.read_value() for variable in self.variables]
 
-    def combine(self, before: Sequence[tf.Tensor], shares: Shares, is_empty: tf.Tensor | None = None) -> None:
-        """Collective, in the compiled step, after the pass: one exchange for each dtype. before: from `values`.
-
-        is_empty: bool scalar: whether no rank has a record in the step, which then changes nothing; None: one has.
-        """
-        if self._group.size > 1 and self.in_each_step:
-            self._exchange(before, shares)
-        for variable, old in zip(self.variables, before, strict=True) if is_empty is not None else ():
-            variable.assign(tf.where(is_empty, old, variable))
-
-    def _exchange(self, before: Sequence[tf.Tensor], shares: Shares) -> None:
+    def combine(self, before: Sequence[tf.Tensor], shares: Shares) -> None:
+        """Collective, in the compiled step, after the pass: one exchange for each dtype. before: from `values`."""
+        if self._group.size == 1 or not self.in_each_step:
+            return
         by_dtype: dict[tf.DType, list[tuple[tf.Variable, tf.Tensor, str]]] = {}
         for keras_variable, variable, old in zip(self._variables, self.variables, before, strict=True):
             sent = tf.int32 if variable.dtype == tf.bool else variable.dtype

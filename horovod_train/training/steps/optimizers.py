@@ -174,8 +174,6 @@ class Update:
         """The loss of the pass times its share, if it is known; float scalar."""
         self.factor: tf.Tensor | None = None
         """What gradients are multiplied by besides the share of their pass, float32 scalar; None: 1."""
-        self.is_empty: tf.Tensor | None = None
-        """Whether the step that is being traced has no record on any rank, bool scalar; None: it has some."""
         self.variables: dict[str, list[tf.Variable]] = {}
         """By optimizer and call: what its gradients are of."""
 
@@ -214,7 +212,7 @@ class Update:
             if self.holds_back:
                 self._apply_if_finite(optimizer, combined, local, variables)
             else:
-                self._apply_combined(optimizer, combined, variables)
+                optimizer.apply_combined(combined, variables)
                 self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
 
     def _exchange(self, path: str, gradients: list[Any], variables: Sequence[Any]) -> Exchanged:
@@ -222,14 +220,14 @@ class Update:
         combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
         if self.is_alone:
             step = tf.identity(self.step)
-            return self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
+            return self.synchronization.exchange(combine, gradients, variables, step)
         # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
         # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
         # differ, only on some of them.
         with tf.name_scope("exchange/"):  # with a slash: see apply
             step = self.step.read_value()
             with tf.control_dependencies([step]):
-                exchanged = self.synchronization.exchange(combine, gradients, variables, step, self.is_empty)
+                exchanged = self.synchronization.exchange(combine, gradients, variables, step)
             with tf.control_dependencies([self.enter("exchange", after=gradients)]):
                 self.enter("compute", after=exchanged.gradients)
         return exchanged
@@ -262,41 +260,27 @@ class Update:
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
         scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if scales_loss:  # skips non-finite gradients itself and lowers its scale
-            self._apply_combined(optimizer, gradients, variables)
+            optimizer.apply_combined(gradients, variables)
             optimizer.dynamic_scale.assign(tf.minimum(optimizer.dynamic_scale, LARGEST_SCALE))
 
         def update() -> tf.Tensor:
             if not scales_loss:
                 # A user's `apply` may compute with them: they must be tensors of this branch.
-                self._apply_combined(optimizer, [_identity(gradient) for gradient in gradients], variables)
+                optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
             return failed.read_value()
 
         def skip() -> tf.Tensor:
             is_cause.assign(tf.logical_or(is_cause, tf.logical_not(are_finite(local))))
-            _only_count(optimizer)
+            only_count(optimizer)
             return tf.constant(True)
 
         def look() -> tf.Tensor:  # scaled gradients become large before they become infinite
             return tf.cond(are_finite(gradients), update, skip)
 
-        is_good = seem_finite(gradients)
-        if self.is_empty is not None:  # what waits, with a delay, is judged when it is applied
-            is_good = tf.logical_or(self.is_empty, is_good)
-        failed.assign(tf.cond(is_good, update, look if scales_loss else skip))
-
-    def _apply_combined(self, optimizer: Any, gradients: list[Any], variables: Sequence[Any]) -> None:
-        """Apply gradients, unless they are of no record: momentum and decay would move weights by gradients of 0."""
-        if self.is_empty is None:
-            optimizer.apply_combined(gradients, variables)
-            return
-
-        def apply() -> None:
-            optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
-
-        tf.cond(self.is_empty, lambda: _only_count(optimizer), apply)
+        failed.assign(tf.cond(seem_finite(gradients), update, look if scales_loss else skip))
 
 
-def _only_count(optimizer: keras.optimizers.Optimizer) -> None:
+def only_count(optimizer: keras.optimizers.Optimizer) -> None:
     """In a compiled step: count a step whose update is left out, for schedules, which count the steps of the run.
 
     A LossScaleOptimizer counts those that it applies, and one that accumulates gradients itself those that it adds up:

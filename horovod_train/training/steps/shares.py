@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,7 @@ from horovod_train.keras_seams import mask_of, take_class
 from horovod_train.training.losses import ends_in_logits, refuse_logits, takes_logits
 from horovod_train.training.nonfinite import restored_if
 
+T = TypeVar("T")
 Data = Any
 """What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
 
@@ -46,9 +47,9 @@ class Rows:
             return tf.cast(batch.count, tf.float32)
         return self.group.sum_in_step(tf.reduce_sum(batch.real), name)
 
-    def is_empty(self, total: tf.Tensor) -> tf.Tensor | None:
-        """Return whether a step has no record, bool scalar, given what `total` returned; None: it has."""
-        return tf.equal(total, 0.0) if self.are_counted else None
+    def unless_empty(self, total: tf.Tensor, act: Callable[[], T], leave_out: Callable[[], T]) -> T:
+        """In a compiled step: act if it has a record, as `total` has returned; all ranks do the same."""
+        return tf.cond(total > 0, act, leave_out) if self.are_counted else act()
 
 
 class Part(NamedTuple):

@@ -28,7 +28,7 @@ from horovod_train.training.losses import held_losses
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
-from horovod_train.training.steps.optimizers import Update, add_lists
+from horovod_train.training.steps.optimizers import Update, add_lists, only_count
 from horovod_train.training.steps.shares import Data, Part, Rows, Shares, first_rows, parts_of
 from horovod_train.training.steps.trial import noting_loss
 
@@ -214,42 +214,50 @@ class TrainStep:
 
     def train_on(self, batch: Batch, size: StepSize) -> tf.Tensor:
         """In a compiled call: run one update. Return whether to continue; the same on all ranks."""
-        state, enter = self.state, self.phase_variable.enter
-        self.seeds.set(state.step)
+        self.seeds.set(self.state.step)
+        with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)] if self._counts else []):
+            total = self.rows.total(batch, "step.count")
+        has_failed = self.rows.unless_empty(total, lambda: self._update_on(batch, total, size), self._leave_out)
+        with tf.name_scope("exchange"):
+            return tf.logical_not(self.state.synchronization.end_step(has_failed, tf.identity(self.state.step)))
+
+    def _update_on(self, batch: Batch, total: tf.Tensor, size: StepSize) -> tf.Tensor:
+        """Run one update on records, of which all ranks have `total`. Return whether this rank has failed for good."""
+        state = self.state
         if self.update.holds_back:
             self.update.optimizers.failed.assign(False)
-        counting = [enter("exchange", after=batch)] if self._counts else []
-        with tf.control_dependencies(counting):
-            total = self.rows.total(batch, "step.count")
         with tf.name_scope("rank"):
             parts = parts_of(batch, total, size, self.accumulate_steps, self.rows.group.size)
             totals, factor = self._total_divisors(parts), self._ranks_with_records(parts, size)
-            if counting:
-                with tf.control_dependencies([enter("compute", after=(total, totals, factor))]):
+            if self._counts:
+                with tf.control_dependencies([self.phase_variable.enter("compute", after=(total, totals, factor))]):
                     parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
-            before, is_empty = self.forward_state.values(), self.rows.is_empty(total)
-            self.update.is_empty, self.update.factor = is_empty, factor
+            before = self.forward_state.values()
+            self.update.factor = factor
             with self._without_poison():
                 loss = self._compute(parts, totals)
-            self.update.is_empty = self.update.factor = None
+            self.update.factor = None
         if loss is not None:
-            last = state.failure.last_loss.read_value()
-            before_last = last if state.synchronization.delay else loss
-            state.failure.last_loss.assign(loss if is_empty is None else tf.where(is_empty, last, loss))
-            is_bad = tf.logical_not(tf.math.is_finite(loss)) if self.update.holds_back else None
-            state.note_loss(loss, _any(is_empty, is_bad))
+            before_last = state.failure.last_loss.read_value() if state.synchronization.delay else loss
+            state.failure.last_loss.assign(loss)
+            state.note_loss(loss, tf.logical_not(tf.math.is_finite(loss)) if self.update.holds_back else None)
         else:
             before_last = tf.constant(0.0)
         failed = self.update.optimizers.failed.read_value()
         with tf.control_dependencies([failed]):  # a step counts only after its exchanges
             state.step.assign_add(1)
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
-            self.forward_state.combine(before, self.shares, is_empty)
+            self.forward_state.combine(before, self.shares)
         with tf.name_scope("update_parameters"):
-            noted = None if state.synchronization.delay else batch
-            has_failed = self._end_update(failed, is_empty, before_last, noted)
-        with tf.name_scope("exchange"):
-            return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step), is_empty))
+            return self._end_update(failed, before_last, None if state.synchronization.delay else batch)
+
+    def _leave_out(self) -> tf.Tensor:
+        """Count a step without any record, which changes nothing. Return whether this rank has failed for good."""
+        for key in self.update.variables:  # of the step that has been traced before: an optimizer may apply twice
+            path, _, _ = key.partition("#")
+            only_count(self.update.optimizers.by_path[path])
+        self.state.synchronization.leave_out(self.state.step.assign_add(1))
+        return self.state.failure.step > 0
 
     def _compute(self, parts: Sequence[Part], totals: Sequence[tf.Tensor] | None) -> tf.Tensor | None:
         """Run the passes of a step; the last one applies. Return this rank's part of the mean loss times the ranks."""
@@ -407,18 +415,16 @@ class TrainStep:
         """Whether ranks exchange numbers of records or ranks, or what losses are divided by, before they compute."""
         return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead or self._counts_ranks)
 
-    def _end_update(
-        self, failed: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None
-    ) -> tf.Tensor:
+    def _end_update(self, failed: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> tf.Tensor:
         """Note whether the update has failed; update averages if not. Return whether this rank has failed for good.
 
         loss, batch: of the step in which the gradients were computed; None: they are of an earlier batch.
         """
         if self.update.holds_back:
-            self._end_update_or_skip(failed, is_empty, loss, batch)
+            self._end_update_or_skip(failed, loss, batch)
             return self.state.failure.step > 0
         state = self.state
-        self._update_averages(is_empty)
+        self._update_averages(None)
         if not self._notes_at_end:
             tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
         return failed
@@ -431,11 +437,9 @@ class TrainStep:
     def _note_failure(self, step: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int, batch: Batch | None) -> None:
         self.state.failure.note(step, self.update.optimizers.is_cause, loss, skips, batch, self.labels)
 
-    def _end_update_or_skip(
-        self, skips: tf.Tensor, is_empty: tf.Tensor | None, loss: tf.Tensor, batch: Batch | None
-    ) -> None:
+    def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> None:
         state = self.state
-        self._update_averages(_any(skips, is_empty))
+        self._update_averages(skips)
 
         def note() -> tf.Tensor:
             self.skipped.assign_add(1)
@@ -445,9 +449,7 @@ class TrainStep:
             self.update.optimizers.is_cause.assign(False)
             return in_a_row + 1
 
-        before = self.skipped_in_a_row.read_value()
-        otherwise = tf.constant(0) if is_empty is None else tf.where(is_empty, before, 0)
-        self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: otherwise))
+        self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: tf.constant(0)))
 
     def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
         averages, step = self.state.averages, tf.identity(self.state.step)
@@ -519,6 +521,11 @@ class EvalStep:
             self._rows_per_batch = batch.ids.shape[0]
             batch = self.rows.scaled(batch)
             total = self.rows.total(batch, "evaluation.count")
+            self.rows.unless_empty(total, lambda: evaluate(batch, total), lambda: None)
+            self._batches.assign_add(1, read_value=False)
+            return ()
+
+        def evaluate(batch: Batch, total: tf.Tensor) -> None:
             (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
             before = self.forward_state.values()
             with (
@@ -530,10 +537,8 @@ class EvalStep:
                 with tf.name_scope("test_step"), in_step(part.batch.ids[0] >= 0):
                     logs = self.model.test_step(data)
             with self.shares.of_pass(part.share):
-                self.forward_state.combine(before, self.shares, self.rows.is_empty(total))
+                self.forward_state.combine(before, self.shares)
             self.metrics.add(logs, part.count)
-            self._batches.assign_add(1, read_value=False)
-            return ()
 
         return for_each_batch(cursor, steps, one_step, ())
 
@@ -541,12 +546,6 @@ class EvalStep:
 def _compiled(run_steps: Callable[[Cursor, tf.Tensor, StepSize], Any], size: StepSize) -> Any:
     # Not a partial, whose `size` tf.function would take for an argument.
     return tf.function(lambda cursor, steps: run_steps(cursor, steps, size), autograph=False)
-
-
-def _any(*conditions: tf.Tensor | None) -> tf.Tensor | None:
-    """Return whether one of some bool scalars is true; None: there are none."""
-    given = [condition for condition in conditions if condition is not None]
-    return tf.reduce_any(tf.stack(given)) if given else None
 
 
 def _after(results: Any, part: Part) -> Part:

@@ -144,8 +144,8 @@ def test_where_rows_are_counted_a_step_has_what_all_ranks_together_have(
         of_step = Rows(group, lambda batch: batch.inputs, lambda batch: batch, are_counted)
         total = of_step.total(batch, "count")
         assert float(total) == expected
-        is_empty = of_step.is_empty(total)
-        assert (is_empty is not None and bool(is_empty)) == (are_counted and records == 0)
+        acts = of_step.unless_empty(total, lambda: tf.constant(True), lambda: tf.constant(False))
+        assert bool(acts) == (not are_counted or records > 0)
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([-1, -1], 1.0), ([2, -1], 5.0)])

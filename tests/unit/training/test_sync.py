@@ -77,13 +77,12 @@ def test_what_waits_at_a_step_without_records_is_applied_after_it_combined_once(
 ) -> None:
     stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
     gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
-    for step, is_empty in enumerate((False, True, True)):
-        given = [tf.zeros_like(gradient) for gradient in gradients] if is_empty else gradients
-        stale.exchange(doubled, given, model.trainable_variables, tf.constant(step, tf.int64), tf.constant(is_empty))
-        stale.end_step(tf.constant(False), tf.constant(step + 1, tf.int64), tf.constant(is_empty))
-        if settled and step == 1:
-            assert stale.settle(step + 1)
-    now = stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(3, tf.int64), tf.constant(False))
+    stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(0, tf.int64))
+    for step in (2, 3):
+        stale.leave_out(tf.constant(step, tf.int64))
+        if settled and step == 2:
+            assert stale.settle(step)
+    now = stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(3, tf.int64))
     assert {float(value) for gradient in now.gradients for value in gradient.numpy().ravel()} == {2.0}
 
 
