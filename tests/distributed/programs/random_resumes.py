@@ -110,6 +110,7 @@ def drawn(seed: int) -> Drawn:
             "drop_remainder": some(0.2, True),
             "cache": some(0.2, "memory"),
             "audit": some(0.3, True),
+            "on_bad_record": some(0.2, "skip"),
         },
         "train": {
             "clip_norm": some(0.15, 0.5),
