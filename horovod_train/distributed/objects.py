@@ -81,7 +81,8 @@ def load(data: bytes) -> Any:
         if start > len(data):
             raise ValueError(f"{length} bytes of JSON expected, {len(data) - _LENGTH.size} received")
         value, end = _decode(json.loads(data[_LENGTH.size : start]), data, start)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+    # np.dtype parses some names as Python, ",loat64" too.
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError, struct.error) as error:
         raise ValueError(f"not an object that a rank sent: {error}") from error
     if end != len(data):
         raise ValueError(f"not an object that a rank sent: {len(data) - end} bytes too many")

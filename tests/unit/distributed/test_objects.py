@@ -85,17 +85,18 @@ def test_what_cannot_be_carried_is_named_with_its_place(value: Any, message: str
         dump(value)
 
 
-SAMPLE = dump({"a": [1, (b"xy", np.arange(6.0).reshape(2, 3))]})
+SAMPLE = dump({"a": [1, (b"xy", np.arange(6.0).reshape(2, 3), np.float32(2))]})
 
 
-@given(st.integers(0, len(SAMPLE) - 1), st.integers(0, 255))
-def test_damaged_bytes_are_an_error_or_another_value(at: int, byte: int) -> None:
-    damaged = SAMPLE[:at] + bytes([byte]) + SAMPLE[at + 1 :]
-    try:
-        found = load(damaged)
-    except ValueError:  # any other exception would be one that nothing expects
-        return
-    assert same(load(dump(found)), found)
+def test_any_damaged_byte_is_an_error_or_another_value() -> None:
+    for at in range(len(SAMPLE)):
+        for byte in range(256):
+            damaged = SAMPLE[:at] + bytes([byte]) + SAMPLE[at + 1 :]
+            try:
+                found = load(damaged)
+            except ValueError:  # any other exception would be one that nothing expects
+                continue
+            assert same(load(dump(found)), found)
 
 
 def header(text: str) -> bytes:
