@@ -7,6 +7,7 @@ Horovod's own broadcast_object and allgather_object unpickle, so the sender coul
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from typing import Any
@@ -75,18 +76,16 @@ def dump(value: Any) -> bytes:
 
 def load(data: bytes) -> Any:
     """Return the value that `dump` was given. Raises ValueError if `dump` did not make the bytes."""
+    file = io.BytesIO(data)
     try:
-        (length,) = _LENGTH.unpack_from(data)
-        start = _LENGTH.size + length
-        if start > len(data):
-            raise ValueError(f"{length} bytes of JSON expected, {len(data) - _LENGTH.size} received")
-        value, end = _decode(json.loads(data[_LENGTH.size : start]), data, start)
+        (length,) = _LENGTH.unpack(_cut(file, _LENGTH.size))
+        value = json.loads(_cut(file, length), object_hook=lambda tag: _decode(tag, file))
+        if left := len(file.read()):
+            raise ValueError(f"{left} bytes too many")
+        return value
     # np.dtype parses some names as Python, ",loat64" too.
-    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, SyntaxError, RecursionError) as error:
         raise ValueError(f"not an object that a rank sent: {error}") from error
-    if end != len(data):
-        raise ValueError(f"not an object that a rank sent: {len(data) - end} bytes too many")
-    return value
 
 
 def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
@@ -98,7 +97,8 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
     if type(value) is tuple:
         return {"tuple": _encode(list(value), where, blobs)}
     if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: _encode(item, f"{where}[{key!r}]", blobs) for key, item in value.items()}}
+        # As pairs, because load takes every object of the text for a tag.
+        return {"dict": [[key, _encode(item, f"{where}[{key!r}]", blobs)] for key, item in value.items()]}
     if type(value) is bytes:
         blobs.append(value)
         return {"bytes": len(value)}
@@ -106,8 +106,7 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
         blobs.append(np.ascontiguousarray(value).tobytes())
         return {"array": [value.dtype.name, list(value.shape)]}
     if isinstance(value, np.generic) and _is_numeric(value.dtype):
-        blobs.append(value.tobytes())
-        return {"number": value.dtype.name}
+        return {"number": _encode(np.asarray(value), where, blobs)}
     kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
     if type(value) is dict:
         kind = "dict with other keys"
@@ -117,42 +116,32 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
     )
 
 
-def _decode(encoded: Any, data: bytes, offset: int) -> tuple[Any, int]:
-    """Return the value, and the offset in `data` where the bytes of the next array begin."""
-    if type(encoded) in _PLAIN:
-        return encoded, offset
-    if isinstance(encoded, list):
-        items = []
-        for item in encoded:
-            value, offset = _decode(item, data, offset)
-            items.append(value)
-        return items, offset
-    ((kind, content),) = encoded.items()
+def _decode(tag: dict[str, Any], file: io.BytesIO) -> Any:
+    """Return what an object of the text stands for. They come in the order of `_encode`; `file` is at its bytes."""
+    ((kind, content),) = tag.items()
     if kind == "tuple":
-        items, offset = _decode(list(content), data, offset)
-        return tuple(items), offset
+        return tuple(content)
     if kind == "dict":
-        values, offset = _decode(list(content.values()), data, offset)
-        return dict(zip(content, values, strict=True)), offset
-    if kind == "bytes":
-        return _cut(data, offset, content), offset + content
+        return dict(content)
     if kind == "number":
-        array, offset = _decode({"array": [content, []]}, data, offset)
-        return array[()], offset
+        return content[()]
+    if kind == "bytes":
+        return _cut(file, content)
     if kind == "array":
         name, shape = content
         dtype = np.dtype(name)
         if not _is_numeric(dtype) or any(type(length) is not int or length < 0 for length in shape):
             raise ValueError(f"an array of {name} {shape}")
         size = dtype.itemsize * int(np.prod(shape, dtype=object))
-        return np.frombuffer(_cut(data, offset, size), dtype).reshape(shape).copy(), offset + size
+        return np.frombuffer(_cut(file, size), dtype).reshape(shape).copy()
     raise ValueError(f"kind {kind!r}")
 
 
-def _cut(data: bytes, offset: int, size: int) -> bytes:
-    if not 0 <= size <= len(data) - offset:
-        raise ValueError(f"{size} bytes expected, {len(data) - offset} received")
-    return data[offset : offset + size]
+def _cut(file: io.BytesIO, size: int) -> bytes:
+    data = file.read(max(size, 0))
+    if len(data) != size:
+        raise ValueError(f"{size} bytes expected, {len(data)} received")
+    return data
 
 
 def _is_numeric(dtype: np.dtype) -> bool:

@@ -123,7 +123,8 @@ def test_what_dump_has_not_made_is_an_error(data: bytes) -> None:
         load(data)
 
 
-def test_a_part_of_an_object_is_an_error() -> None:
-    for length in range(len(SAMPLE)):
+@pytest.mark.parametrize("data", [SAMPLE, dump(1234)])
+def test_a_part_of_an_object_is_an_error(data: bytes) -> None:
+    for length in range(len(data)):
         with pytest.raises(ValueError, match="not an object that a rank sent"):
-            load(SAMPLE[:length])
+            load(data[:length])
