@@ -117,19 +117,6 @@ class LastGood:
     step: int
 
 
-class Saved(NamedTuple):
-    """What a run has of its checkpoints. steps: as its summary tells; 0 without one."""
-
-    newest: LastGood | None
-    has_damaged: bool
-    steps: int
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether there were checkpoints, and a run could resume from none."""
-        return self.newest is None and (self.has_damaged or self.steps > 0)
-
-
 @dataclass(frozen=True)
 class Explanation:
     """followed: ranks that ended because of another; silent: ranks whose logs do not say how they ended."""
@@ -196,6 +183,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
         outcome = _judge(stories, summary, lambda: None)
     checkpoint, damaged = _last_good_checkpoint(run_dir)
+    is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(summary) > 0)
     steps = [_last_step_in_metrics(run_dir), *(story.last_step for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
     followed = [rank for rank, story in stories.items() if rank != outcome.rank and _ended_by_another(story)]
@@ -215,7 +203,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         checkpoint=checkpoint,
         damaged=damaged,
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
-        next=_next(run_dir, outcome, stories, Saved(checkpoint, bool(damaged), layout.steps_told(summary)), counted),
+        next=_next(run_dir, outcome, stories, counted, checkpoint, has_damaged=bool(damaged), is_lost=is_lost),
     )
 
 
@@ -469,13 +457,17 @@ def _next(
     run_dir: Path,
     outcome: Outcome,
     stories: Mapping[int, RankStory],
-    saved: Saved,
     launched: Sequence[Entry],
+    checkpoint: LastGood | None,
+    *,
+    has_damaged: bool,
+    is_lost: bool,
 ) -> str:
+    """is_lost: whether the run had checkpoints, and can resume from none."""
     logs, folder = run_dir / FOLDER, run_dir / CHECKPOINTS
     if outcome.state == "finished":
         lost = f"finished, but none of its checkpoints can be read: restore {folder} from a copy"
-        return lost if saved.is_lost else "nothing to do"
+        return lost if is_lost else "nothing to do"
     if outcome.state == "running":
         return f"wait; its progress is in {logs}"
     story = None if outcome.rank is None else stories.get(outcome.rank)
@@ -499,17 +491,17 @@ def _next(
         return f"{first}start it again with the same command"
     resume = resume_of(run_dir)
     words = [] if resume != "never" else ["checkpoint.resume=auto"]
-    does = "resume with" if saved.newest else "start again with"
+    does = "resume with" if checkpoint else "start again with"
     # The run refuses to begin anew over what it has come to, unless it is told from which checkpoint.
-    if saved.is_lost and (saved.has_damaged or resume in ("auto", "never")):
+    if is_lost and (has_damaged or resume in ("auto", "never")):
         words = ["--resume", "never"]
-        anew = f"remove {folder} and start with" if saved.has_damaged else "start with"
+        anew = f"remove {folder} and start with" if has_damaged else "start with"
         does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
     begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
     # It has started the last start's ranks, or tried to later: after the start before that.
     is_launched = bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
     is_slurm = not is_launched and any(story.launcher in _SLURM for story in stories.values())
-    if is_slurm and not saved.is_lost:
+    if is_slurm and not is_lost:
         told = "".join(f" with {word} in it" for word in words)
         # It has what SLURM was asked for, such as GPUs and nodes, which the logs do not tell.
         first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "

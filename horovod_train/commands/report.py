@@ -19,7 +19,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 from types import ModuleType
@@ -73,17 +72,13 @@ class Phase(NamedTuple):
     name: str
     begin: float
     end: float
-    step: int | None
 
 
 @dataclass(frozen=True)
 class Start:
     """One start of a run, as root's log tells it. Times: seconds since the first start of the run."""
 
-    began_at: datetime
-    ranks: int
-    host: str
-    launcher: str
+    story: RankStory
     from_step: int
     last_step: int
     trained: bool
@@ -174,10 +169,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
         resumed = [_RESUMED.match(text) for text in infos]
         from_step = max((int(step[1]) for step in resumed if step), default=0)
         yield Start(
-            began_at=story.began,
-            ranks=story.size,
-            host=story.host,
-            launcher=story.launcher,
+            story=story,
             from_step=from_step,
             last_step=max(from_step, story.last_step or 0),
             trained=any(text.startswith(_TRAINS) for text in infos),
@@ -200,12 +192,12 @@ def _with_steps_of(rows: Sequence[Row], starts: Sequence[Start]) -> Iterator[Sta
 
 def _phases(story: RankStory, times: Sequence[float]) -> Iterator[Phase]:
     """Yield the phases of a start. The first is "start"; one ends where the next begins."""
-    name, begin, step = "start", times[0], None
+    name, begin = "start", times[0]
     for entry, time in zip(story.entries, times, strict=True):
         if entry.kind == "phase":
-            yield Phase(name, begin, time, step)
-            begin, (name, step) = time, read_phase(entry.text)
-    yield Phase(name, begin, times[-1], step)
+            yield Phase(name, begin, time)
+            name, begin = read_phase(entry.text)[0], time
+    yield Phase(name, begin, times[-1])
 
 
 def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
@@ -342,7 +334,7 @@ def thin_phases(phases: Sequence[Phase], within_s: float) -> Iterator[Phase]:
             spent_s[name] = spent_s.pop(name, 0.0) + phase.end - phase.begin
         begin = stretch[0].begin
         for name, length_s in spent_s.items():
-            yield Phase(name, begin, begin + length_s, None)
+            yield Phase(name, begin, begin + length_s)
             begin += length_s
 
 
@@ -389,7 +381,7 @@ class Drawer:
                     label = None if row else phase_name
                     axes.broken_barh(spans, (row - 0.4, 0.8), color=_color(color), label=label)
             axes.set(xlabel=f"{unit} since the first start", yticks=range(len(run.starts)))
-            axes.set_yticklabels([f"{start.ranks} ranks" for start in run.starts])
+            axes.set_yticklabels([f"{start.story.size} ranks" for start in run.starts])
             axes.invert_yaxis()
             axes.legend(frameon=False, ncols=len(_PHASES), loc="lower left", bbox_to_anchor=(0, 1))
             return _svg(figure, name)
@@ -557,8 +549,9 @@ def _start(start: Start) -> list[str]:
     spent = [start.seconds_in(name) for name in ("train", "evaluate", "save")]
     spent.append(start.end - start.begin - sum(spent))
     steps = f"{start.from_step} to {start.last_step}"
-    began = start.began_at.isoformat(sep=" ", timespec="seconds")
-    return [began, str(start.ranks), start.host, start.launcher, steps, *(f"{s:.1f}" for s in spent), start.ended]
+    story, seconds = start.story, [f"{each:.1f}" for each in spent]
+    began = story.began.isoformat(sep=" ", timespec="seconds")
+    return [began, str(story.size), story.host, story.launcher, steps, *seconds, start.ended]
 
 
 def _last_rows(run: Run) -> str:

@@ -113,14 +113,9 @@ def test_names_are_drawn_as_they_are(tmp_path: Path, name: str) -> None:
 
 def test_a_run_is_read_start_by_start(tmp_path: Path) -> None:
     first, second = (run := read_run(run_dir(tmp_path / "a"))).starts
-    assert (first.ranks, first.launcher, first.host, first.from_step, first.last_step) == (
-        2,
-        "horovodrun",
-        "node1",
-        0,
-        40,
-    )
-    assert (second.ranks, second.launcher, second.from_step, second.last_step) == (3, "srun", 40, 60)
+    assert (first.story.size, first.story.launcher, first.story.host) == (2, "horovodrun", "node1")
+    assert (first.from_step, first.last_step) == (0, 40)
+    assert (second.story.size, second.story.launcher, second.from_step, second.last_step) == (3, "srun", 40, 60)
     assert (first.begin, first.end, second.begin, second.end) == (0, 11, 30, 41)
     assert first.seconds_in("train") == 4
     assert (first.seconds_in("save"), second.seconds_in("evaluate")) == (2, 1)
@@ -250,7 +245,7 @@ def alternating(number: int, begin: float, end: float) -> tuple[Phase, ...]:
     """So many phases of equal length, of three kinds."""
     times = np.linspace(begin, end, number + 1).tolist()
     kinds = cycle(("train", "evaluate", "reading an index"))
-    return tuple(Phase(kind, *times, None) for kind, times in zip(kinds, pairwise(times), strict=False))
+    return tuple(Phase(kind, *times) for kind, times in zip(kinds, pairwise(times), strict=False))
 
 
 def test_a_timeline_of_many_phases_has_a_bounded_number_of_bars(tmp_path: Path) -> None:
@@ -266,7 +261,7 @@ def test_a_timeline_of_many_phases_has_a_bounded_number_of_bars(tmp_path: Path) 
 
 
 def test_bars_of_many_phases_are_as_long_as_these_and_where_they_are() -> None:
-    phases = [*alternating(30_000, 5, 10_000), Phase("train", 10_000, 10_100, None)]
+    phases = [*alternating(30_000, 5, 10_000), Phase("train", 10_000, 10_100)]
     thinned = list(thin_phases(phases, 10.0))
     for since in range(0, 10_100, 1000):
         for name, shown in (("train", "train"), ("evaluate", "evaluate"), ("reading an index", "start")):
@@ -279,7 +274,7 @@ def test_bars_of_many_phases_are_as_long_as_these_and_where_they_are() -> None:
 
 def test_the_timeline_shows_phases_that_can_be_seen_as_they_are(tmp_path: Path) -> None:
     for start in read_run(run_dir(tmp_path / "a")).starts:
-        assert list(thin_phases(start.phases, 0.041)) == [phase._replace(step=None) for phase in start.phases]
+        assert list(thin_phases(start.phases, 0.041)) == list(start.phases)
 
 
 def test_the_page_asks_no_server_and_has_each_id_once(tmp_path: Path) -> None:
