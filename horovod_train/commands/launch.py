@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
 from horovod_train.commands.cli import EXAMPLE, Parser, add_config_arguments, at_least_0, count, is_run_dir, load_config
@@ -34,18 +34,17 @@ from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
 from horovod_train.distributed.launch.started_ranks import (
     SAVE_WITHIN_S,
-    SSH_LOST,
-    Ended,
-    Kind,
     StartedRanks,
+    Verdict,
+    judge,
     meeting_of_hosts,
     new_meeting,
+    signal_name,
     start_by_mpirun,
     start_here,
 )
-from horovod_train.errors import SAVED, START_AGAIN, STOPPED, InUse, RanksDisagree, UserError
+from horovod_train.errors import SAVED, START_AGAIN, InUse, UserError
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import STOP_FILE
 from horovod_train.output.rank_log import launch_log, now
 from horovod_train.shown_text import printable, without_secrets
 
@@ -269,61 +268,6 @@ def _program(arguments: argparse.Namespace) -> Program:
     return Program(command, later, run_dir, cut_off_s, config.device.per_rank)
 
 
-class Verdict(NamedTuple):
-    """What follows the end of a start. code: the exit code if nothing is started again."""
-
-    follows: Literal["done", "stop", "again"]
-    code: int
-    why: str
-
-
-def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> Verdict:
-    """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has.
-
-    is_first: whether no ranks were started before, of which one on a host that is lost may still run.
-    """
-    codes = set(ended.codes.values())
-    if codes == {0}:
-        return Verdict("done", 0, "done")
-    for code, why in (
-        (RanksDisagree.exit_code, "the ranks hold different weights; starting again would not change that"),
-        (UserError.exit_code, "the config, the arguments or the data are bad; the message above says which"),
-    ):
-        if code in codes:
-            return Verdict("stop", code, why)
-    first = ended.codes.get(ended.first, 1)
-    how = _how_it_ended(kind, ended.first, first)
-    if STOPPED in codes and codes <= SAVED:
-        why = f"exit code {STOPPED}: the run has saved; remove the file {STOP_FILE} before it is started again"
-        return Verdict("stop", STOPPED, why)
-    if asked_by:
-        is_saved = codes <= SAVED
-        ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
-        return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {_signal_name(asked_by)}; {ending}")
-    if codes <= SAVED:
-        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
-    if InUse.exit_code in codes:
-        why = f"exit code {InUse.exit_code}: another run has the run directory"
-        return Verdict("stop" if is_first else "again", InUse.exit_code, why)
-    return Verdict("again", first, how)
-
-
-def _how_it_ended(kind: Kind, name: str, code: int) -> str:
-    if kind == "host" and code == SSH_LOST:
-        return f"{name} is lost: ssh does not reach it any more"
-    who = {"rank": f"rank {name}", "mpirun": "mpirun", "host": f"a rank on {name}"}[kind]
-    if code <= 128:
-        return f"{who} ended with exit code {code}"
-    return f"{'a rank' if kind == 'mpirun' else who} was killed by {_signal_name(code - 128)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 @dataclass
 class Supervisor:
     """Starts the ranks until they are done, or until that no longer helps."""
@@ -378,7 +322,7 @@ class Supervisor:
             self._say(f"{after}" + (f"; next start in {pause_s:.0f} s" if pause_s else ""))
             self._pause(pause_s)
             if self._asked_by:
-                self._say(f"stopped: asked by {_signal_name(self._asked_by)} between two starts")
+                self._say(f"stopped: asked by {signal_name(self._asked_by)} between two starts")
                 return START_AGAIN
 
     def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:

@@ -28,14 +28,14 @@ from horovod_train.distributed.launch.local import named_gpus
 from horovod_train.distributed.launch.started_ranks import (
     SAVE_WITHIN_S,
     SSH_LOST,
-    Ended,
     Started,
     StartedRanks,
+    judge,
     new_meeting,
     start,
     start_here,
 )
-from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError
+from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
 
 SSH = (
@@ -205,7 +205,8 @@ def run_agent() -> int:
         to_stderr(f"error: {order['program'][0]}: {error.strerror} on {socket.gethostname()}.")
         return UserError.exit_code
     threading.Thread(target=_pass_on, args=(ranks,), daemon=True).start()
-    return _exit_code_of(ranks.wait())
+    code = judge(ranks.wait(), ranks.kind, asked_by=0).code
+    return 1 if code == SSH_LOST else code  # ssh ends with that where it does not reach a host
 
 
 def _let_launch_decide(number: int, _: object) -> None:
@@ -218,22 +219,6 @@ def _pass_on(ranks: StartedRanks) -> None:
     ranks.send(signal.SIGTERM)
     time.sleep(SAVE_WITHIN_S)
     ranks.send(signal.SIGKILL)
-
-
-def _exit_code_of(ended: Ended) -> int:
-    """Return one exit code for all ranks: of the first that failed; else 76 or 75 if one was asked to stop; else 0.
-
-    Codes that no other start would change come first. A rank's 255 becomes 1: ssh ends with 255 if it cannot reach a
-    host.
-    """
-    codes = set(ended.codes.values())
-    for code in (RanksDisagree.exit_code, UserError.exit_code):
-        if code in codes:
-            return code
-    if ended.first:
-        code = ended.codes.get(ended.first, 1)
-        return 1 if code == SSH_LOST else code
-    return next((code for code in (STOPPED, START_AGAIN) if code in codes), 0)
 
 
 if __name__ == "__main__":

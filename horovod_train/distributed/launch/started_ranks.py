@@ -1,8 +1,8 @@
-"""The ranks of one start: started, sent signals, waited for. Does not decide what follows; see commands/launch.
+"""The ranks of one start: started, sent signals, waited for, and judged by their exit codes.
 
 On one host they are started by mpirun where MPI works, because it exchanges in shared memory; otherwise by this process
 itself, and they meet as those of the convention `launch` do. On several hosts an agent on each starts them in this way;
-see hosts. Imports neither Horovod nor TensorFlow.
+see hosts. Does not start them again; see commands/launch. Imports neither Horovod nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
 from horovod_train.distributed.launch.conventions import JOB, LOCAL_RANK, PORT, RANK, ROOT, SIZE, Meeting
 from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import SAVED
+from horovod_train.errors import SAVED, START_AGAIN, STOPPED, InUse, RanksDisagree, UserError
 from horovod_train.output.console import to_stderr
+from horovod_train.output.files import STOP_FILE
 
 Kind = Literal["rank", "mpirun", "host"]
 """What a process of a start is: a rank, the mpirun of all ranks, or the agent of a host's ranks."""
@@ -52,8 +53,8 @@ _SHELLS = {"sh", "bash", "dash", "ash", "busybox", "ksh", "mksh", "zsh", "fish",
 class Ended:
     """How a start ended. codes: exit code of each process that ended by itself, 128 + signal if it was killed.
 
-    Those that were killed because they ran on after others had saved are there too. That of mpirun, and of a host's
-    agent, is the first of its ranks that was not 0.
+    Those that were killed because they ran on after others had saved are there too. That of mpirun is the first of its
+    ranks that was not 0; that of a host's agent is what `judge` says of its ranks.
     """
 
     codes: Mapping[str, int]
@@ -61,6 +62,61 @@ class Ended:
     first: str
     """The process that ended first of those that failed; "" if none has."""
     seconds: float
+
+
+class Verdict(NamedTuple):
+    """What follows the end of a start. code: the exit code if nothing is started again."""
+
+    follows: Literal["done", "stop", "again"]
+    code: int
+    why: str
+
+
+def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> Verdict:
+    """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has.
+
+    is_first: whether no ranks were started before, of which one on a host that is lost may still run.
+    """
+    codes = set(ended.codes.values())
+    if codes == {0}:
+        return Verdict("done", 0, "done")
+    for code, why in (
+        (RanksDisagree.exit_code, "the ranks hold different weights; starting again would not change that"),
+        (UserError.exit_code, "the config, the arguments or the data are bad; the message above says which"),
+    ):
+        if code in codes:
+            return Verdict("stop", code, why)
+    first = ended.codes.get(ended.first, 1)
+    how = _how_it_ended(kind, ended.first, first)
+    if STOPPED in codes and codes <= SAVED:
+        why = f"exit code {STOPPED}: the run has saved; remove the file {STOP_FILE} before it is started again"
+        return Verdict("stop", STOPPED, why)
+    if asked_by:
+        is_saved = codes <= SAVED
+        ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
+        return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {signal_name(asked_by)}; {ending}")
+    if codes <= SAVED:
+        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
+    if InUse.exit_code in codes:
+        why = f"exit code {InUse.exit_code}: another run has the run directory"
+        return Verdict("stop" if is_first else "again", InUse.exit_code, why)
+    return Verdict("again", first, how)
+
+
+def _how_it_ended(kind: Kind, name: str, code: int) -> str:
+    if kind == "host" and code == SSH_LOST:
+        return f"{name} is lost: ssh does not reach it any more"
+    who = {"rank": f"rank {name}", "mpirun": "mpirun", "host": f"a rank on {name}"}[kind]
+    if code <= 128:
+        return f"{who} ended with exit code {code}"
+    return f"{'a rank' if kind == 'mpirun' else who} was killed by {signal_name(code - 128)}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Started:

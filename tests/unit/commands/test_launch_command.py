@@ -30,12 +30,11 @@ from horovod_train.commands.launch import (
     _plan_of_member,
     _plan_of_this_host,
     _program,
-    judge,
 )
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks
+from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks, judge
 from horovod_train.errors import SAVED
 from horovod_train.main import main
 
@@ -329,6 +328,15 @@ def test_a_rank_that_ends_as_a_lost_host_would_is_none() -> None:
     finished = launch("-H", "localhost:1", "--max-restarts", 0, "--", "sh", "-c", "exit 255")
     assert finished.returncode == 1
     assert "launch: stopped: a rank on localhost ended with exit code 1, after" in finished.stderr
+
+
+def test_a_directory_in_use_is_one_over_ssh_too(tmp_path: Path) -> None:
+    """Whichever rank of a host ends first."""
+    program = '[ "$HOROVOD_TRAIN_RANK" = 0 ] || exit 1; sleep 1; exit 73'
+    words = ["-H", "n2:2", "--max-restarts", "0", "--", "sh", "-c", program]
+    finished = run_process([*LAUNCH, *words], environment=with_other_hosts(tmp_path))
+    assert finished.returncode == 73, finished.text
+    assert "launch: stopped: exit code 73: another run has the run directory, after" in finished.stderr
 
 
 @pytest.mark.parametrize("code", [2, 86, 75, 76])
