@@ -70,7 +70,7 @@ def train(
         _train_on_ranks(loaded, np)
     elif not _train_here(loaded, loaded.output_dir):
         return Trained({}, None)
-    with _environment_kept():
+    with launcher.environment_kept():
         return _result(loaded, loaded.output_dir)
 
 
@@ -86,7 +86,8 @@ def _train_here(config: Config, output_dir: str) -> bool:
     logs.load_tensorflow()
     from horovod_train.training import run
 
-    with _environment_kept(), _settings_kept():
+    # Another run would take what is set for Horovod for the user's own.
+    with launcher.environment_kept(), _settings_kept():
         try:
             run.run(config)
         except RuntimeError as error:
@@ -100,17 +101,6 @@ def _train_here(config: Config, output_dir: str) -> bool:
             kind = UserError if error.exit_code == UserError.exit_code else RunError
             raise kind(str(error)) from (error.__cause__ or error)
     return launch.rank == 0
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Undo what is set for Horovod inside the block, which another run would take for the user's own."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -139,20 +139,13 @@ def start_process(
         return StartedProcess(started_by, tuple(settings), host_cores, rendezvous.pop_all(), has_run_before)
 
 
-@contextmanager
-def _environment_kept_if_alone(started_by: launcher.Launch) -> Iterator[None]:
+def _environment_kept_if_alone(started_by: launcher.Launch) -> AbstractContextManager[None]:
     """Undo, in a process that no launcher started, what is set for Horovod inside the block, where Horovod reads it.
 
     Ranks that such a process starts, as a notebook does, would take it for what the user has set.
     """
-    before = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
-    try:
-        yield
-    finally:
-        if started_by.launcher == "none":
-            for name in [name for name in os.environ if name.startswith("HOROVOD_") and name not in before]:
-                del os.environ[name]
-            os.environ |= before
+    is_alone = started_by.launcher == "none"
+    return launcher.environment_kept(lambda name: is_alone and name.startswith("HOROVOD_"))
 
 
 def _allow_open_files(started_by: launcher.Launch) -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.conventions import Meeting, is_loopback
-from horovod_train.distributed.launch.launcher import TOKEN, Step
+from horovod_train.distributed.launch.launcher import TOKEN, Step, environment_kept
 from horovod_train.distributed.launch.rendezvous_server import (
     Relay,
     StepServer,
@@ -115,7 +115,9 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
         address, port, relay = _where_to_ask(step, place, address, port)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, place, address, port) | _log_level(step)
-        with _environment(variables):
+        # Afterwards they would make this start look like horovodrun's.
+        with environment_kept(lambda name: name in variables):
+            os.environ |= variables
             yield
         if _keeps_server():
             os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
@@ -514,16 +516,3 @@ def _log_level(step: Step | Meeting) -> dict[str, str]:
         reason = f"HOROVOD_LOG_LEVEL={level} would write the rendezvous key into the log"
         to_stderr(f"warning: {reason}; info is used instead. Unset {TOKEN} to log everything.")
     return {"HOROVOD_LOG_LEVEL": "info"}
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables inside the block only. Afterwards they would make this start look like horovodrun's."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name in variables.keys() - before.keys():
-            del os.environ[name]
-        os.environ |= before
