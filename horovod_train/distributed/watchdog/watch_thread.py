@@ -1,8 +1,7 @@
 """The watchdog's thread on every rank: sends and receives heartbeats, and ends the process if it must.
 
 What root does with a message is in Coordinator, what the other ranks do in Worker; both are a Watch, which the main
-thread uses too: why the run ends, which rank shows its exception, when to exit. HostClaim decides which rank of a host
-prints a line that all of its ranks know. The messages, by `kind`:
+thread uses too: why the run ends, which rank shows its exception, when to exit. The messages, by `kind`:
 
     beat     root ↔ ranks   `beat`: what the sender is doing
     claim    rank → root    its main thread has failed, and wants to show its exception
@@ -20,21 +19,17 @@ sends `leave`. No rank ends before all have written, because a launcher kills al
 
 from __future__ import annotations
 
-import fcntl
 import logging
+import math
 import os
-import secrets
 import signal
-import tempfile
 import threading
 import time
 import traceback
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horovod_train.config.settings import WatchConfig
@@ -43,12 +38,12 @@ from horovod_train.distributed.watchdog.heartbeat import TRAIN, Beat, StallDetec
 from horovod_train.distributed.watchdog.transport import Lost, Message, Server, Transport
 from horovod_train.errors import Stalled
 from horovod_train.output.console import let_go, to_stderr
-from horovod_train.output.files import Artifact, remove
 from horovod_train.output.logs import SLOW
 from horovod_train.output.rank_log import RankLog
 
 if TYPE_CHECKING:  # The watchdog needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
+    from horovod_train.distributed.watchdog.watchdog import HostClaim
 
 GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 """The variable that tells gloo how long to wait for a rank."""
@@ -59,6 +54,8 @@ PAUSED_AFTER_S = 2.0
 """If a turn of the watchdog's thread is late by this, the process was frozen or short of CPU."""
 LEAVE_WITHIN_S = 4.0
 """How long a process may take to end once its run has failed; then the watchdog ends it."""
+_FINISHED_AFTER_S = 1.0
+"""Other causes arrive earlier than this after Horovod has shut down."""
 
 _STACKS_WITHIN_S = 2.0
 """How long a rank waits for the others to write their stacks: the launcher kills all ranks when the first ends."""
@@ -67,9 +64,6 @@ _NO_LAUNCHER = "the launcher of this rank has ended, so the rank stops as on SIG
 
 DISAPPEARED = "disappeared: killed or out of memory?"
 LEFT = "ended by itself, by sys.exit or at the end of its script, while other ranks still exchange"
-
-_FILE = Artifact("a file that the ranks of a host share", r"horovod_train-[0-9a-f]{16}-\d+")
-_MEMORY = Path("/dev/shm")
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +80,40 @@ class Cause:
     exit_code: int
 
 
-class Watch(ABC):
+class Watchdog:
+    """What the main thread asks of the watchdog. This one does not watch: a rank shows its own failures alone."""
+
+    def claim_to_speak(self, exit_code: int) -> bool:
+        """Return whether this rank shows its failure. If several ranks fail, one of them does."""
+        return True
+
+    def announce_cause(self, cause: Cause) -> None:
+        """Tell all ranks why the run ends, unless this rank knows of an earlier cause."""
+
+    def find_cause(self, exit_code: int = 1) -> Cause | None:
+        """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S.
+
+        exit_code: what this process ends with if the watchdog has to end it meanwhile.
+        """
+        return None
+
+    def print_once_per_host(self, line: str) -> None:
+        """Print a line that all ranks of this host know, unless one of them has printed why the run ends."""
+        to_stderr(line)
+
+    def reporting_failure(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank reports its failure. The process then ends within a limited time."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has finished, so that they do not count it as lost."""
+
+
+class Watch(Watchdog, ABC):
     """What this rank knows of the others, and does about it.
 
-    `changed` guards all attributes, and sending; every method is called under it.
+    `changed` guards all attributes, and sending. What the main thread may call, see Watchdog, takes it by itself; every
+    other method is called under it.
 
     host_claim: decides which rank of this host prints why the run ends; without it the first remaining rank does.
     """
@@ -165,11 +189,19 @@ class Watch(ABC):
         self.speaker = rank
         self.changed.notify_all()
 
+    def claim_to_speak(self, exit_code: int) -> bool:
+        with self.changed:
+            self.start_exit_timer(exit_code)
+            if self.cause is None:
+                self.claim()
+            self.changed.wait_for(lambda: self.speaker is not None or self.cause is not None, ANSWER_WITHIN_S)
+            return self.cause is None and self.speaker in (None, self.group.rank)
+
     def announce_cause(self, cause: Cause) -> None:
-        """Tell all ranks why the run ends, unless this rank knows of an earlier cause."""
-        if self.cause is None and not self.is_closed:
-            self.transport.send({"kind": "cause", "cause": vars(cause)})
-        self.record_cause(cause)
+        with self.changed:
+            if self.cause is None and not self.is_closed:
+                self.transport.send({"kind": "cause", "cause": vars(cause)})
+            self.record_cause(cause)
 
     def record_cause(self, cause: Cause) -> None:
         """Record why the run ends. Only the first cause counts."""
@@ -182,6 +214,20 @@ class Watch(ABC):
                 self.print_once_per_host(f"stopped: {self.names[cause.rank]} {cause.what}")
             if cause.rank != self.group.rank:
                 in_background(lambda: self.log.write("cause", f"{self.names[cause.rank]} {cause.what}"))
+
+    def find_cause(self, exit_code: int = 1) -> Cause | None:
+        deadline = time.monotonic() + LEAVE_WITHIN_S
+        with self.changed:
+            self.start_exit_timer(exit_code)
+            while self.cause is None and time.monotonic() < deadline:
+                self.changed.wait(self.intervals.turn_s)
+                if self.cause is None:  # this rank may have to say why itself, which takes time too
+                    self.exits_since = time.monotonic()
+                self.report_silent(time.monotonic())
+                if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
+                    self.report_finished()
+                    self.report_suspended(time.monotonic())
+            return self.cause
 
     def report_silent(self, now: float) -> None:
         """Name a silent rank as the cause, after Horovod has given up.
@@ -215,19 +261,31 @@ class Watch(ABC):
         if self.exits_since is None:
             self.exits_since, self.exit_code = time.monotonic(), exit_code
 
-    def close(self) -> None:
-        """Tell the other ranks that this one has finished, so that they do not count it as lost."""
-        if self.cause is None:
+    @contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        if self.group.launcher != "none":
+            _end_process_in_time(self.log)
+        # Report the step of this moment, or that of the last heartbeat if a device is stuck.
+        in_background(self.group.heartbeat.read_probe, 0.5)
+        yield
+        with self.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
+            # This rank has reported its failure, so it must not count as disappeared.
+            self.has_failed = True
             self.say_bye()
-        self.is_closed = True
+
+    def close(self) -> None:
+        with self.changed:
+            if self.cause is None:
+                self.say_bye()
+            self.is_closed = True
 
     def say_bye(self) -> None:
         self.transport.send({"kind": "bye", "has_failed": self.has_failed})
 
     def print_once_per_host(self, line: str) -> None:
-        """Print a line that all ranks of this host know, unless one of them has printed why the run ends."""
-        if self._is_first_of_host():
-            _say(line)
+        with self.changed:
+            if self._is_first_of_host():
+                _say(line)
 
     def _is_first_of_host(self) -> bool:
         if self._host_claim is not None:
@@ -280,46 +338,14 @@ def end_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-class HostClaim:
-    """Which rank of a host prints a line that all of its ranks know: the first that asks. One that died cannot ask.
+def _end_process_in_time(log: RankLog) -> None:
+    """End the process later even if the watchdog's thread cannot.
 
-    The ranks of a host share an empty file, `path`. It loses its name when all have opened it, so that nothing is left
-    from then on, however they end. It lies in memory, not on a disk, which may hang when a run fails: a rank that asks
-    must not wait. Raises OSError.
+    Python's own exit, in which no Python thread runs, may hang in TensorFlow, Horovod or, last of all, MPI.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def take(self) -> bool:
-        """Return whether this is the first call among the ranks of the host. Does not wait. Raises OSError."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False  # another rank is taking it at this moment
-        try:
-            if os.fstat(self._descriptor).st_size:
-                return False
-            os.write(self._descriptor, b"taken")
-            return True
-        finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-
-def open_host_claim(group: WorkerGroup) -> HostClaim | None:
-    """Collective: open the claim that the ranks of this host share; None if there is no place for it."""
-    host = group.hosts[group.rank]
-    folder = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
-    run_name = group.broadcast_object(secrets.token_hex(8))
-    path = folder / f"horovod_train-{run_name}-{group.hosts.index(host)}"
-    claim = None
-    with suppress(OSError):
-        claim = HostClaim(path)
-    group.barrier()  # All ranks of the host have opened the file before it loses its name.
-    with suppress(OSError):  # Another rank may remove it at the same time.
-        remove(path, _FILE)
-    return claim
+    log.end_process_after(2 * LEAVE_WITHIN_S - 1)
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        signal.alarm(math.ceil(2 * LEAVE_WITHIN_S))
 
 
 class WatchThread:

@@ -1,4 +1,4 @@
-"""The main thread's side of the watchdog: start it, and end the run on this rank.
+"""The main thread's side of the watchdog: start it, end the run on this rank, and choose which rank of a host says why.
 
 The watchdog names the rank that the others wait for, ends a stalled run, and reports which rank is lost. It runs
 outside Horovod, in a thread on each rank (see watch_thread). It therefore works while every main thread is inside a
@@ -7,13 +7,17 @@ compiled call or an exchange, and while a rank is frozen. It does not end a run 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import math
+import os
 import re
-import signal
+import secrets
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,114 +29,29 @@ from horovod_train.distributed.group import WorkerGroup, is_connection_loss, is_
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
 from horovod_train.distributed.watchdog.transport import Address, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import (
-    ANSWER_WITHIN_S,
     GLOO_TIMEOUT,
-    LEAVE_WITHIN_S,
     Cause,
     Coordinator,
     Watch,
+    Watchdog,
     WatchThread,
     Worker,
-    in_background,
-    open_host_claim,
 )
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, UserError, one_line
 from horovod_train.output.console import to_stderr, traceback_to_stderr
+from horovod_train.output.files import Artifact, remove
 from horovod_train.output.rank_log import RankLog
 
 _CONNECT_WITHIN_S = 10.0
-_FINISHED_AFTER_S = 1.0
-"""Other causes arrive earlier than this after Horovod has shut down."""
 _READ_WITHIN_S = 0.2
 """How long launchers may take to pass on what a rank has printed; they read the ranks' outputs in any order."""
+
+_FILE = Artifact("a file that the ranks of a host share", r"horovod_train-[0-9a-f]{16}-\d+")
+_MEMORY = Path("/dev/shm")
 
 _CONTEXT_LINE = re.compile(r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node')
 """Lines of TensorFlow's messages that do not say what went wrong."""
 _NOT_IN_XLA = re.compile(r"on XLA_\w+: (\w+) \(No registered ")
-
-
-class Watchdog:
-    """What the main thread asks of the watchdog. This one does not watch: a rank shows its own failures alone."""
-
-    def claim_to_speak(self, exit_code: int) -> bool:
-        """Return whether this rank shows its failure. If several ranks fail, one of them does."""
-        return True
-
-    def announce_cause(self, cause: Cause) -> None:
-        """Tell all ranks why the run ends."""
-
-    def find_cause(self, exit_code: int = 1) -> Cause | None:
-        """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S.
-
-        exit_code: what this process ends with if the watchdog has to end it meanwhile.
-        """
-        return None
-
-    def print_once_per_host(self, line: str) -> None:
-        """Print a line, unless a rank of this host has already printed why the run ends."""
-        to_stderr(line)
-
-    def reporting_failure(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank reports its failure. The process then ends within a limited time."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Tell the other ranks that this one has finished."""
-
-
-class RankWatchdog(Watchdog):
-    """The main thread's access to the watchdog's thread."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def claim_to_speak(self, exit_code: int) -> bool:
-        watch = self._watch
-        with watch.changed:
-            watch.start_exit_timer(exit_code)
-            if watch.cause is None:
-                watch.claim()
-            watch.changed.wait_for(lambda: watch.speaker is not None or watch.cause is not None, ANSWER_WITHIN_S)
-            return watch.cause is None and watch.speaker in (None, watch.group.rank)
-
-    def announce_cause(self, cause: Cause) -> None:
-        with self._watch.changed:
-            self._watch.announce_cause(cause)
-
-    def find_cause(self, exit_code: int = 1) -> Cause | None:
-        watch, deadline = self._watch, time.monotonic() + LEAVE_WITHIN_S
-        with watch.changed:
-            watch.start_exit_timer(exit_code)
-            while watch.cause is None and time.monotonic() < deadline:
-                watch.changed.wait(watch.intervals.turn_s)
-                if watch.cause is None:  # this rank may have to say why itself, which takes time too
-                    watch.exits_since = time.monotonic()
-                watch.report_silent(time.monotonic())
-                if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
-                    watch.report_finished()
-                    watch.report_suspended(time.monotonic())
-            return watch.cause
-
-    def print_once_per_host(self, line: str) -> None:
-        with self._watch.changed:
-            self._watch.print_once_per_host(line)
-
-    @contextmanager
-    def reporting_failure(self) -> Iterator[None]:
-        watch = self._watch
-        if watch.group.launcher != "none":
-            _end_process_in_time(watch.log)
-        # Report the step of this moment, or that of the last heartbeat if a device is stuck.
-        in_background(watch.group.heartbeat.read_probe, 0.5)
-        yield
-        with watch.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
-            # This rank has reported its failure, so it must not count as disappeared.
-            watch.has_failed = True
-            watch.say_bye()
-
-    def close(self) -> None:
-        with self._watch.changed:
-            self._watch.close()
 
 
 def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watchdog:
@@ -162,7 +81,7 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
             return Watchdog()
         watch = Worker(group, log, limits, connection, host_claim)
     WatchThread(watch).start()
-    return RankWatchdog(watch)
+    return watch
 
 
 def stall_environment(limits: WatchConfig) -> dict[str, str]:
@@ -189,14 +108,46 @@ def _open_server(group: WorkerGroup) -> Server | None:
         return None
 
 
-def _end_process_in_time(log: RankLog) -> None:
-    """End the process later even if the watchdog's thread cannot.
+class HostClaim:
+    """Which rank of a host prints a line that all of its ranks know: the first that asks. One that died cannot ask.
 
-    Python's own exit, in which no Python thread runs, may hang in TensorFlow, Horovod or, last of all, MPI.
+    The ranks of a host share an empty file, `path`. It loses its name when all have opened it, so that nothing is left
+    from then on, however they end. It lies in memory, not on a disk, which may hang when a run fails: a rank that asks
+    must not wait. Raises OSError.
     """
-    log.end_process_after(2 * LEAVE_WITHIN_S - 1)
-    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-        signal.alarm(math.ceil(2 * LEAVE_WITHIN_S))
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def take(self) -> bool:
+        """Return whether this is the first call among the ranks of the host. Does not wait. Raises OSError."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False  # another rank is taking it at this moment
+        try:
+            if os.fstat(self._descriptor).st_size:
+                return False
+            os.write(self._descriptor, b"taken")
+            return True
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+def open_host_claim(group: WorkerGroup) -> HostClaim | None:
+    """Collective: open the claim that the ranks of this host share; None if there is no place for it."""
+    host = group.hosts[group.rank]
+    folder = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+    run_name = group.broadcast_object(secrets.token_hex(8))
+    path = folder / f"horovod_train-{run_name}-{group.hosts.index(host)}"
+    claim = None
+    with suppress(OSError):
+        claim = HostClaim(path)
+    group.barrier()  # All ranks of the host have opened the file before it loses its name.
+    with suppress(OSError):  # Another rank may remove it at the same time.
+        remove(path, _FILE)
+    return claim
 
 
 class RunEnd:

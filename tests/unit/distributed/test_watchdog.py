@@ -23,20 +23,19 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog import watch_thread
+from horovod_train.distributed.watchdog import watch_thread, watchdog
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, intervals
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
 from horovod_train.distributed.watchdog.watch_thread import (
     LEAVE_WITHIN_S,
     Cause,
     Coordinator,
-    HostClaim,
     Watch,
+    Watchdog,
     WatchThread,
     Worker,
-    open_host_claim,
 )
-from horovod_train.distributed.watchdog.watchdog import RankWatchdog, RunEnd, Watchdog
+from horovod_train.distributed.watchdog.watchdog import HostClaim, RunEnd, open_host_claim
 from horovod_train.errors import AlreadySaid
 from horovod_train.output.rank_log import RankLog
 
@@ -102,8 +101,7 @@ def root() -> Iterator[Root]:
     watch = Counting(Group(), RankLog(), LIMITS, server)
     WatchThread(watch).start()
     yield Root(server, watch)
-    with watch.changed:
-        watch.close()
+    watch.close()
 
 
 def receive(connection: Connection, kind: str) -> dict[str, Any]:
@@ -183,7 +181,7 @@ class NoTransport:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watch_thread, "_MEMORY", tmp_path)
+    monkeypatch.setattr(watchdog, "_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -341,7 +339,6 @@ def test_the_lines_of_an_error_are_one_up_to_where_it_happened(capfd: pytest.Cap
 
 def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root) -> None:
     state = root.watch
-    watchdog = RankWatchdog(state)
     connections = [root.join(1), root.join(2)]
 
     def beat() -> None:
@@ -352,7 +349,7 @@ def test_a_search_for_the_cause_leaves_time_to_say_that_there_is_none(root: Root
 
     threading.Thread(target=beat, daemon=True).start()
     began = time.monotonic()
-    assert watchdog.find_cause() is None
+    assert state.find_cause() is None
     assert state.exits_since is not None
     assert state.exits_since - began > LEAVE_WITHIN_S / 2  # it ends LEAVE_WITHIN_S after that
 
@@ -363,41 +360,37 @@ def gone() -> tf.errors.UnknownError:
 
 
 @pytest.fixture
-def ranks(root: Root, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatchdog, RankWatchdog]]:
+def ranks(root: Root, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Watch]]:
     """The watchdogs of ranks 0 and 1."""
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "34")
     watch = Worker(Group(rank=1), RankLog(), LIMITS, root.join(1))  # type: ignore[arg-type]
     WatchThread(watch).start()
-    yield RankWatchdog(root.watch), RankWatchdog(watch)
-    with watch.changed:
-        watch.close()
+    yield root.watch, watch
+    watch.close()
 
 
-def end_of(watchdog: RankWatchdog, error: BaseException) -> None:
-    state = watchdog._watch
-    with pytest.raises(AlreadySaid), RunEnd(state.group, state.log, watchdog):
+def end_of(watch: Watch, error: BaseException) -> None:
+    with pytest.raises(AlreadySaid), RunEnd(watch.group, watch.log, watch):
         raise error
 
 
 @pytest.mark.long
 def test_a_rank_that_has_failed_for_another_is_not_said_to_have_ended_by_itself(
-    ranks: tuple[RankWatchdog, RankWatchdog], capfd: pytest.CaptureFixture[str]
+    ranks: tuple[Watch, Watch], capfd: pytest.CaptureFixture[str]
 ) -> None:
     root, other = ranks
     end_of(other, gone())  # it does not know why
-    wait_until(lambda: 1 in root._watch.finished)
+    wait_until(lambda: 1 in root.finished)
     other.close()  # a script's end tells it again
     end_of(root, gone())
-    assert root._watch.cause is None
+    assert root.cause is None
     assert "ended by itself" not in capfd.readouterr().err
 
 
-def test_a_rank_that_ends_by_itself_is_named(
-    ranks: tuple[RankWatchdog, RankWatchdog], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_ends_by_itself_is_named(ranks: tuple[Watch, Watch], capfd: pytest.CaptureFixture[str]) -> None:
     root, other = ranks
     other.close()
-    wait_until(lambda: 1 in root._watch.finished)
+    wait_until(lambda: 1 in root.finished)
     end_of(root, gone())
     assert capfd.readouterr().err.startswith("stopped: rank 1 (here) ended by itself, by sys.exit or")
 
@@ -406,7 +399,7 @@ def test_a_rank_that_ends_by_itself_is_named(
     ("seconds", "controller", "is_cause"), [(45, "gloo", True), (20, "gloo", False), (45, "MPI", False)]
 )
 def test_a_suspension_that_gloo_does_not_survive_is_named(
-    ranks: tuple[RankWatchdog, RankWatchdog],
+    ranks: tuple[Watch, Watch],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     seconds: float,
@@ -415,8 +408,7 @@ def test_a_suspension_that_gloo_does_not_survive_is_named(
     tmp_path: Path,
 ) -> None:
     """All ranks are: none is silent, none has ended, and gloo tells each one that it waited too long."""
-    root, _ = ranks
-    state = root._watch
+    state, _ = ranks
     monkeypatch.setattr(state, "group", dataclasses.replace(state.group, controller=controller))
     monkeypatch.setattr(state, "_host_claim", HostClaim(tmp_path / "claim"))
     with state.changed:
@@ -424,7 +416,7 @@ def test_a_suspension_that_gloo_does_not_survive_is_named(
             state.discount_pause(paused_s, time.monotonic())
     ends: list[tuple[Any, ...]] = []
     monkeypatch.setattr(state.log, "end", lambda ended, code, *, error, **facts: ends.append((ended, code, error)))
-    end_of(root, gone())
+    end_of(state, gone())
     (line,) = capfd.readouterr().err.splitlines()
     suspended = (
         "stopped: rank 0 (here) was suspended for 45 s, longer than gloo waits (HOROVOD_GLOO_TIMEOUT_SECONDS: 34)"
