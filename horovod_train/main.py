@@ -141,7 +141,7 @@ def _root_has_failed() -> bool:
     return root_has_failed(step)
 
 
-def _step() -> launcher.Step | Meeting | None:
+def _step() -> Meeting | None:
     """Return what the ranks meet by, if their launcher neither brings them together nor ends all when one ends."""
     try:
         step = launcher.detect().step

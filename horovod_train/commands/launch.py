@@ -103,10 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     over_ssh = arguments.hosts is not None or arguments.host_discovery is not None
     if started_by.launcher != "none" or not over_ssh:  # else it need not be started as the scheduler plans
         started_by.check()
-    meeting = started_by.step
-    if isinstance(meeting, Meeting) and meeting.is_one_a_host and meeting.launcher != "launch":
+    # A step of one task is a shell in an allocation.
+    meeting = None if started_by.launcher == "srun" else started_by.step
+    if meeting is not None and meeting.is_one_a_host and meeting.launcher != "launch":
         plan = _plan_of_member(arguments, meeting, _program(arguments).gpus_per_rank)
-    elif started_by.size > 1 or isinstance(meeting, Meeting):  # a step of one task is a shell in an allocation
+    elif started_by.size > 1 or meeting is not None:
         raise UserError(
             f"launch: {started_by.launcher} has started {started_by.size} of it, and each would start ranks. Start the "
             "training without launch, or one launch without a launcher."

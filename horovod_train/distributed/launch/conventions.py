@@ -7,6 +7,7 @@ know horovodrun, mpirun and srun, whose ranks meet in other ways; see launcher. 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -126,6 +127,15 @@ class Meeting:
     local_size: int | None = None
     is_one_host: bool = False
     """Whether the environment shows that all ranks are on one host."""
+    hosts: tuple[str, ...] = ()
+    """Those of a SLURM step, by the names that SLURM has for them; others tell theirs when they meet."""
+    host: int = 0
+    """Of `hosts`, which is this rank's."""
+
+    @property
+    def here(self) -> str:
+        """The name of this rank's host."""
+        return self.hosts[self.host] if self.hosts else socket.gethostname()
 
     @property
     def is_one_a_host(self) -> bool:

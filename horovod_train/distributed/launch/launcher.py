@@ -52,7 +52,7 @@ class Launch:
     job: str = ""
     """The scheduler's name for this job."""
 
-    step: Step | Meeting | None = None
+    step: Meeting | None = None
     """Where the launcher does not bring the ranks together: where they meet, see rendezvous."""
 
     is_elastic: bool = False
@@ -215,7 +215,7 @@ def _read_place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, 
     return rank, size, local_size
 
 
-def _fault_of_copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
+def _fault_of_copies(launcher: Launcher, rank: int, size: int, step: Meeting | None) -> str:
     """Return the fault of a step in which srun has started several copies of the launcher itself.
 
     mpirun starts its own srun to reach the hosts of a job, so there only size 1 proves the mistake.
@@ -294,56 +294,30 @@ def _fault_of_lone_process(environment: Mapping[str, str]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Step:
-    """A task and its place among the tasks of its step. Names as in `man srun`, OUTPUT ENVIRONMENT VARIABLES."""
+def read_step(environment: Mapping[str, str]) -> Meeting | None:
+    """Return the place in a step; None in a batch script or shell and without SLURM.
 
-    rank: int
-    size: int
-    local_rank: int
-    node: int
-    """Index of this task's host in `nodes`."""
-    nodes: tuple[str, ...]
-    tasks_per_node: tuple[int, ...]
-    name: str
-    """job.step.restart: unique to this step."""
-
-    @property
-    def local_size(self) -> int:
-        return self.tasks_per_node[self.node]
-
-    @property
-    def cross(self) -> tuple[int, int]:
-        """Rank and size among the tasks with this local rank, one on each host that has one: Horovod's cross."""
-        hosts = [node for node, tasks in enumerate(self.tasks_per_node) if tasks > self.local_rank]
-        return hosts.index(self.node), len(hosts)
-
-
-def read_step(environment: Mapping[str, str]) -> Step | None:
-    """Return the step; None in a batch script or shell and without SLURM. Raises UserError if it contradicts itself."""
+    The variables: `man srun`, OUTPUT ENVIRONMENT VARIABLES. Raises UserError if they contradict each other.
+    """
     if "SLURM_STEP_NUM_TASKS" not in environment:
         return None
     try:
-        step = Step(
-            rank=int(environment["SLURM_PROCID"]),
-            size=int(environment["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environment["SLURM_LOCALID"]),
-            node=int(environment["SLURM_NODEID"]),
-            nodes=tuple(expand_hosts(environment["SLURM_STEP_NODELIST"])),
-            tasks_per_node=tuple(expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])),
-            name=".".join(
-                environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-            ),
+        hosts = tuple(expand_hosts(environment["SLURM_STEP_NODELIST"]))
+        tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+        rank, size, local_rank, host = (
+            int(environment[name]) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
         )
-        fits = sum(step.tasks_per_node) == step.size and len(step.nodes) == len(step.tasks_per_node)
-        if not (fits and 0 <= step.rank < step.size and 0 <= step.local_rank < step.local_size):
-            raise ValueError(f"they say {step}")
+        fits = sum(tasks) == size and len(hosts) == len(tasks)
+        if not (fits and 0 <= rank < size and 0 <= local_rank < tasks[host]):
+            raise ValueError(f"they say rank {rank} of {size}, {local_rank} on host {host} of {hosts} with {tasks}")
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
             f"SLURM's variables of this step do not fit together: {error}. Start it by srun itself, and submit "
             "with --export=NONE so that none is left over from another job."
         ) from error
-    return step
+    ids = [environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    is_one_host = len(hosts) == 1
+    return Meeting("srun", rank, size, hosts[0], None, ".".join(ids), local_rank, tasks[host], is_one_host, hosts, host)
 
 
 def expand_counts(counts: str) -> list[int]:

@@ -1,9 +1,9 @@
-"""Bring ranks together for gloo, without ssh or MPI: those of a plain `srun` (Step), and of conventions (Meeting).
+"""Bring ranks together for gloo, without ssh or MPI: those of a plain `srun`, and of conventions.
 
 Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host; the port
 follows from the step's name, or is the one that the launcher reserved. No rank starts Horovod before all ranks have
-arrived, because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS. SLURM tells each rank its place among the ranks
-of its host. The ranks of a Meeting tell root their hosts, and root answers with their places.
+arrived, because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS. The ranks tell root their hosts, and root answers
+with their places among the ranks of a host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.conventions import Meeting, is_loopback
-from horovod_train.distributed.launch.launcher import TOKEN, Step, environment_kept
+from horovod_train.distributed.launch.launcher import TOKEN, environment_kept
 from horovod_train.distributed.launch.rendezvous_server import (
     Relay,
     StepServer,
@@ -78,7 +78,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
+def open_rendezvous(step: Meeting) -> Iterator[None]:
     """Collective: set what Horovod needs in the environment and run a server, until the block ends.
 
     All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set, because the
@@ -89,7 +89,7 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
     FailedElsewhere if one has called `report_failure`.
     """
     global _has_arrived, _meetings
-    if isinstance(step, Step) and step.rank == 0 and step.node != 0:
+    if step.rank == 0 and step.host != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     deadline = time.monotonic() + _start_timeout_s()
     prepare_token(step)
@@ -108,10 +108,7 @@ def open_rendezvous(step: Step | Meeting) -> Iterator[None]:
             port = server.server_address[1]
             address = _with_key(root if server.server_address[0] == _ALL else server.server_address[0], port, step)
             _wait_for_all(server, step, deadline)
-        if isinstance(step, Step):
-            place = Place(step.nodes[step.node], step.local_rank, step.local_size, *step.cross)
-        else:
-            place = _ask_place(step, address, port, deadline)
+        place = _ask_place(step, address, port, deadline)
         address, port, relay = _where_to_ask(step, place, address, port)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, place, address, port) | _log_level(step)
@@ -141,7 +138,7 @@ def _close(servers: Sequence[StepServer]) -> None:
         server.server_close()
 
 
-def report_failure(step: Step | Meeting, exit_code: int) -> None:
+def report_failure(step: Meeting, exit_code: int) -> None:
     """Report to the other ranks that this one has failed before the rendezvous, because they would wait for it.
 
     Returns when all ranks have read it, or after the time for which they would wait. Does not raise.
@@ -161,7 +158,7 @@ def report_failure(step: Step | Meeting, exit_code: int) -> None:
         _close([server])
 
 
-def root_has_failed(step: Step | Meeting) -> bool:
+def root_has_failed(step: Meeting) -> bool:
     """Return whether root says now, by `report_failure`, that it has failed. For ranks other than root."""
     with suppress(RunError):
         deadline = time.monotonic() + key_value_store.ANSWER_WITHIN_S
@@ -186,9 +183,8 @@ def candidate_ports(name: str) -> list[int]:
     return random.Random(name).sample(PORTS, PORTS_TRIED)
 
 
-def _ports(step: Step | Meeting) -> list[int]:
-    reserved = step.port if isinstance(step, Meeting) else None
-    return [*([] if reserved is None else [reserved]), *candidate_ports(step.name)]
+def _ports(step: Meeting) -> list[int]:
+    return [*([] if step.port is None else [step.port]), *candidate_ports(step.name)]
 
 
 def _start_timeout_s(default_s: float = ARRIVE_WITHIN_S) -> float:
@@ -199,12 +195,13 @@ def _start_timeout_s(default_s: float = ARRIVE_WITHIN_S) -> float:
         raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {setting!r}.") from error
 
 
-def _open_server(step: Step | Meeting, address: str) -> StepServer:
+def _open_server(step: Meeting, address: str) -> StepServer:
     """Return a running server at `address`, or at all of this host's if others reach it by one that it does not have.
 
-    A host behind a translated address has another one, and one whose name resolves to a loopback address, too.
+    A host behind a translated address has another one, and one whose name resolves to a loopback address, too. Of a
+    step `address` is its own in any case.
     """
-    if isinstance(step, Meeting) and not step.is_one_host:
+    if not step.is_one_host and not step.hosts:
         is_own = not is_loopback(address) and network.interface_of(address) is not None
         address = address if is_own else _ALL
     for port in _ports(step):
@@ -224,7 +221,7 @@ def _serve(server: StepServer) -> None:
     ).start()
 
 
-def _where_to_ask(step: Step | Meeting, place: Place, address: str, port: int) -> tuple[str, int, Relay | None]:
+def _where_to_ask(step: Meeting, place: Place, address: str, port: int) -> tuple[str, int, Relay | None]:
     """Return the address, with the key, and the port at which a rank asks, and the relay that it runs for others.
 
     The first rank of a host runs one if the host has more ranks and is not root's, which is the first of those with any
@@ -247,7 +244,7 @@ def _where_to_ask(step: Step | Meeting, place: Place, address: str, port: int) -
     return (_with_key("127.0.0.1", relay_port, step), relay_port, relay) if relay_port else (address, port, relay)
 
 
-def _with_key(address: str, port: int, step: Step | Meeting) -> str:
+def _with_key(address: str, port: int, step: Meeting) -> str:
     """Return the address with the key. Horovod's client asks for http://ADDRESS:PORT/SCOPE/KEY, so each path has it."""
     return f"{address}:{port}/{key_of(step.name, port)}"
 
@@ -262,14 +259,14 @@ def _has_failed(report: bytes) -> bool:
     return report.startswith(b"failed ")
 
 
-def _wait_for_all(server: StepServer, step: Step | Meeting, deadline: float) -> None:
+def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> None:
     """Wait on root until all ranks have arrived, or raise FailedElsewhere once all know that one has failed."""
     while missing := set(range(1, step.size)) - (reports := _read_reports(server)).keys():
         if any(map(_has_failed, reports.values())):
             break
         if time.monotonic() > deadline:
             raise RunError(
-                f"{len(missing)} of {step.size} ranks have not reached {_host_of_root(step)} in time: "
+                f"{len(missing)} of {step.size} ranks have not reached {step.root} in time: "
                 f"{listed(sorted(missing), 8)}. Their output may say why; where they are only slow, raise "
                 "HOROVOD_START_TIMEOUT (seconds)."
             )
@@ -277,21 +274,19 @@ def _wait_for_all(server: StepServer, step: Step | Meeting, deadline: float) -> 
     if failure := next(filter(_has_failed, reports.values()), None):
         _publish_failure(server, step, deadline, failure)
         raise _failed_elsewhere(failure)
-    values = {}
-    if isinstance(step, Meeting):
-        try:
-            arrivals = [_report(step), *(reports[rank] for rank in range(1, step.size))]
-            places = find_places([json.loads(arrival.removeprefix(_HERE)) for arrival in arrivals])
-        except UserError:
-            _publish_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
-            raise
-        values = {f"place.{rank}": json.dumps(place).encode() for rank, place in enumerate(places)}
+    try:
+        arrivals = [_report(step), *(reports[rank] for rank in range(1, step.size))]
+        places = find_places([json.loads(arrival.removeprefix(_HERE)) for arrival in arrivals])
+    except UserError:
+        _publish_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
+        raise
+    values = {f"place.{rank}": json.dumps(place).encode() for rank, place in enumerate(places)}
     with server.cache_lock:
         server.cache[key_value_store.NAME].update(values)
         server.cache[key_value_store.NAME]["all"] = _HERE
 
 
-def _publish_failure(server: StepServer, step: Step | Meeting, deadline: float, failure: bytes) -> None:
+def _publish_failure(server: StepServer, step: Meeting, deadline: float, failure: bytes) -> None:
     """Publish a failure on root; return when all ranks have read it, also those that arrive later."""
     with server.cache_lock:
         server.cache[key_value_store.NAME]["all"] = failure
@@ -306,11 +301,9 @@ def _failed_elsewhere(failure: bytes) -> FailedElsewhere:
     return FailedElsewhere(f"rank {int(rank)} failed before the ranks met", int(exit_code))
 
 
-def _report(step: Step | Meeting) -> bytes:
-    """Return what a rank reports when it arrives. A Meeting does not say which ranks share a host."""
-    if isinstance(step, Step):
-        return _HERE
-    return _HERE + json.dumps([socket.gethostname(), boot_id(), step.local_rank]).encode()
+def _report(step: Meeting) -> bytes:
+    """Return what a rank reports when it arrives."""
+    return _HERE + json.dumps([step.here, boot_id(), step.local_rank]).encode()
 
 
 def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
@@ -349,7 +342,7 @@ def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place
     return Place(*json.loads(answer))
 
 
-def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes) -> tuple[str, int]:
+def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tuple[str, int]:
     """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
 
     report: of this rank, its arrival or its failure. After reporting a failure it does not wait for the others.
@@ -371,38 +364,30 @@ def _find_root(host: str, step: Step | Meeting, deadline: float, report: bytes) 
             raise _failed_elsewhere(answer)
     if port is None and step.rank == 1:  # 1, not 2, so that it is tried again: its host may be lost
         raise RunError(
-            f"rank 0 on {_host_of_root(step)} ({host}) does not answer rank 1 on {_host_here(step)} at port "
+            f"rank 0 on {step.root} ({host}) does not answer rank 1 on {step.here} at port "
             f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
             f"whether {TOKEN} is the same for all ranks."
         )
     raise FailedElsewhere("rank 0 reports which ranks are missing, or rank 1 that rank 0 does not answer")
 
 
-def _host_of_root(step: Step | Meeting) -> str:
-    return step.nodes[0] if isinstance(step, Step) else step.root
-
-
-def _host_here(step: Step | Meeting) -> str:
-    return step.nodes[step.node] if isinstance(step, Step) else socket.gethostname()
-
-
-def _is_root(host: str, port: int, step: Step | Meeting) -> bool:
+def _is_root(host: str, port: int, step: Meeting) -> bool:
     nonce = secrets.token_hex(16)
     proof = key_value_store.ask(host, port, "GET", f"root.{nonce}")
     return proof is not None and hmac.compare_digest(proof, proof_of_root(step.name, port, nonce).encode())
 
 
-def _address_of_root(step: Step | Meeting) -> str:
+def _address_of_root(step: Meeting) -> str:
     """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
-    if isinstance(step, Meeting):
-        return "127.0.0.1" if step.is_one_host else _resolve(step.root, step)
-    if len(step.nodes) == 1:
+    if step.is_one_host:
         return "127.0.0.1"
-    address = _address_of(step.nodes[0])
-    if step.node == 0 and (address.startswith("127.") or network.interface_of(address) is None):
+    if not step.hosts:
+        return _resolve(step.root, step)
+    address = _address_of(step.root)
+    if step.host == 0 and (address.startswith("127.") or network.interface_of(address) is None):
         # Many hosts resolve their own name to a loopback address.
         try:
-            return _own_address_towards(_address_of(step.nodes[1]))
+            return _own_address_towards(_address_of(step.hosts[1]))
         except RunError:
             if (own := network.interfaces().get(os.environ.get("HOROVOD_GLOO_IFACE", ""))) is None:
                 raise
@@ -437,12 +422,12 @@ def _resolve(host: str, step: Meeting) -> str:
                 ) from error
 
 
-def _address_now(step: Step | Meeting, address: str) -> str:
+def _address_now(step: Meeting, address: str) -> str:
     """Return the address of root's host as it is now; `address`, which it was, if nothing else is known.
 
     A pod that Kubernetes replaces has another one, which is known only in a while.
     """
-    if isinstance(step, Meeting) and not step.is_one_host:
+    if not step.is_one_host and not step.hosts:
         with suppress(OSError):
             return socket.gethostbyname(step.root)
     return address
@@ -459,7 +444,7 @@ def _address_of(host: str) -> str:
     raise RunError(f"{host}, the first host of this step, has no address that this host can find.")
 
 
-def _choose_interface(step: Step | Meeting, root: str) -> str:
+def _choose_interface(step: Meeting, root: str) -> str:
     """Return the user's interface, or that through which this rank reaches other hosts; loopback without other hosts.
 
     root: the address of rank 0's host.
@@ -470,15 +455,15 @@ def _choose_interface(step: Step | Meeting, root: str) -> str:
         if interface not in (known := network.interfaces()):
             raise UserError(
                 f"HOROVOD_GLOO_IFACE must be an interface with an IPv4 address; received {interface!r}, which "
-                f"rank {step.rank} on {_host_here(step)} has not. It has {', '.join(known)}."
+                f"rank {step.rank} on {step.here} has not. It has {', '.join(known)}."
             )
         return interface
     peer = root
-    if isinstance(step, Step) and len(step.nodes) > 1:
-        peer = _address_of(step.nodes[1 if step.node == 0 else 0])
+    if len(step.hosts) > 1:
+        peer = _address_of(step.hosts[1 if step.host == 0 else 0])
     address = _own_address_towards(peer)
     # The address of this host's own name, as in Debian's /etc/hosts.
-    if isinstance(step, Meeting) and is_loopback(address) and not step.is_one_host:
+    if is_loopback(address) and not step.is_one_host and not step.hosts:
         address = network.outside_address()
     if (name := network.interface_of(address)) is None:
         raise RunError(
@@ -487,7 +472,7 @@ def _choose_interface(step: Step | Meeting, root: str) -> str:
     return name
 
 
-def _horovod_variables(step: Step | Meeting, place: Place, address: str, port: int) -> dict[str, str]:
+def _horovod_variables(step: Meeting, place: Place, address: str, port: int) -> dict[str, str]:
     """Return what horovodrun sets: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
     numbers = {
         "RANK": step.rank,
@@ -507,7 +492,7 @@ def _horovod_variables(step: Step | Meeting, place: Place, address: str, port: i
     return {f"HOROVOD_{name}": str(value) for name, value in (numbers | strings).items()}
 
 
-def _log_level(step: Step | Meeting) -> dict[str, str]:
+def _log_level(step: Meeting) -> dict[str, str]:
     """Return a log level that keeps the address with its key out of the log. Without a token the key is no secret."""
     level = os.environ.get("HOROVOD_LOG_LEVEL", "").lower()
     if level not in ("trace", "debug") or not token():

@@ -31,7 +31,7 @@ from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, Rend
 
 from horovod_train.distributed.launch import key_value_store
 from horovod_train.distributed.launch.conventions import Meeting
-from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, Step
+from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE
 from horovod_train.distributed.launch.local import users_folder
 from horovod_train.errors import UserError
 
@@ -69,7 +69,7 @@ def token() -> str:
     return os.environ.get(TOKEN, "") or _private_token
 
 
-def prepare_token(step: Step | Meeting) -> None:
+def prepare_token(step: Meeting) -> None:
     """Read the token if the environment names a file, or if ranks on one host have none. Raises UserError."""
     global _private_token
     if name := os.environ.get(TOKEN_FILE):
@@ -84,7 +84,7 @@ def prepare_token(step: Step | Meeting) -> None:
             raise UserError(f"{TOKEN_FILE}={name}: is empty; it must hold the secret that all ranks have.")
         if os.environ.get(TOKEN, _private_token) != _private_token:
             raise UserError(f"{TOKEN} and the file {TOKEN_FILE}={name} hold different secrets. Unset one of them.")
-    elif isinstance(step, Meeting) and step.is_one_host and step.size > 1 and not os.environ.get(TOKEN):
+    elif step.is_one_host and not step.hosts and step.size > 1 and not os.environ.get(TOKEN):
         _private_token = own_token(users_folder())
 
 

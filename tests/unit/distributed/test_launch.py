@@ -197,13 +197,10 @@ def test_lists_of_hosts_and_counts_are_read_as_slurm_writes_them() -> None:
     assert expand_hosts("r[1-2]n[3-4]") == ["r1n3", "r1n4", "r2n3", "r2n4"]
 
 
-def test_cross_ranks_count_the_hosts_that_have_this_local_rank() -> None:
+def test_a_step_says_which_ranks_share_a_host() -> None:
     places = [read_step(step(rank)) for rank in range(3)]
-    assert [(place.local_rank, place.local_size, place.cross) for place in places if place] == [
-        (0, 2, (0, 2)),
-        (1, 2, (0, 1)),
-        (0, 1, (1, 2)),
-    ]
+    found = [(place.here, place.local_rank, place.local_size) for place in places if place]
+    assert found == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 1)]
 
 
 @pytest.mark.parametrize(("how", "instead"), [("mpirun", "horovodrun --gloo"), ("srun-pmix", "srun --mpi=none")])

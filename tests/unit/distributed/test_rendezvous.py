@@ -18,13 +18,20 @@ from strangers import messages
 
 from horovod_train.distributed.launch import key_value_store, network, rendezvous_server
 from horovod_train.distributed.launch.conventions import Meeting
-from horovod_train.distributed.launch.launcher import TOKEN, Step
+from horovod_train.distributed.launch.launcher import TOKEN
 from horovod_train.distributed.launch.rendezvous import _address_of_root, _choose_interface, _is_root
 from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, NEWS_BYTES, Relay, StepServer
 from horovod_train.errors import RunError
 
 Server = TypeVar("Server", bound=StepServer)
-STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
+
+
+def step_on(hosts: tuple[str, ...], host: int) -> Meeting:
+    """A task of a SLURM step with one on each host."""
+    return Meeting("srun", host, len(hosts), hosts[0], None, "7.0.0", 0, 1, len(hosts) == 1, hosts, host)
+
+
+STEP = Meeting("srun", 1, 2, "here", None, "7.0.0", 1, 2, True, ("here",))
 
 
 @pytest.fixture
@@ -260,8 +267,7 @@ ELSEWHERE = "198.51.100.1"
     ],
 )
 def test_root_listens_at_one_address_where_the_others_find_it(nodes: tuple[str, ...], node: int, address: str) -> None:
-    step = Step(node, len(nodes), 0, node, nodes, (1,) * len(nodes), "7.0.0")
-    assert _address_of_root(step) == address
+    assert _address_of_root(step_on(nodes, node)) == address
 
 
 def refuse_route(host: str) -> str:
@@ -271,14 +277,12 @@ def refuse_route(host: str) -> str:
 @pytest.mark.parametrize(
     "step",
     [
-        Step(0, 2, 0, 0, ("127.0.1.1", ELSEWHERE), (1, 1), "7.0.0"),
-        Step(1, 2, 0, 1, (ELSEWHERE, "127.0.1.1"), (1, 1), "7.0.0"),
+        step_on(("127.0.1.1", ELSEWHERE), 0),
+        step_on((ELSEWHERE, "127.0.1.1"), 1),
         Meeting("torchrun", 1, 2, ELSEWHERE, None, "torchrun/1"),
     ],
 )
-def test_a_host_without_a_route_to_the_others_is_one_line(
-    step: Step | Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_a_route_to_the_others_is_one_line(step: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "local_address_towards", refuse_route)
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
     with pytest.raises(RunError, match=rf"^{socket.gethostname()} has no route to {ELSEWHERE}: Network is unreachable"):
@@ -290,7 +294,7 @@ def test_a_host_without_a_route_takes_the_interface_that_the_user_names(monkeypa
     monkeypatch.setattr(network, "local_address_towards", refuse_route)
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": "127.0.0.1", "ib0": "10.0.0.7"})
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "ib0")
-    step = Step(0, 2, 0, 0, ("127.0.1.1", ELSEWHERE), (1, 1), "7.0.0")
+    step = step_on(("127.0.1.1", ELSEWHERE), 0)
     assert _address_of_root(step) == "10.0.0.7"
     assert _choose_interface(step, "10.0.0.7") == "ib0"
 
