@@ -18,7 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -187,19 +186,18 @@ class Pipeline(BatchSource):
         ]
 
     def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
-        for steps, chunk in self._chunks(ranges):
+        for (steps, rows, _, widths), arrays, ids in self._chunks(ranges):
             key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
-            by_row = [chunk.arrays[name] for name in self._parser.dtypes]
-            by_row.append(counter_rng.uniforms(key, chunk.records, self._transforms.draws))
-            by_row += [(chunk.ids >= 0).astype(np.float32), chunk.ids]
-            rows = (steps.last - steps.first, self.batch_size_per_rank)
-            reshaped = [_reshape(values, (*rows, *values.shape[1:])) for values in by_row]
-            yield [*reshaped, chunk.count, *([chunk.widths[:, self._widths]] if self._lists else [])]
+            draws = counter_rng.uniforms(key, rows.records.ravel(), self._transforms.draws)
+            by_row = [*(arrays[name] for name in self._parser.dtypes), draws, (ids >= 0).astype(np.float32), ids]
+            reshaped = [_reshape(values, (*rows.records.shape, *values.shape[1:])) for values in by_row]
+            count = np.array([self.count(step) for step in range(steps.first, steps.last)], np.int64)
+            yield [*reshaped, count, *([widths[:, self._widths]] if self._lists else [])]
 
-    def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
+    def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[Chunk]:
         """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
         max_parses, ahead = self._config.parallel_parse_calls, self._config.read_ahead_chunks
-        pending: deque[tuple[StepRange, Future[Chunk]]] = deque()
+        pending: deque[Future[Chunk]] = deque()
         upcoming = deque(itertools.islice(ranges, 1 + ahead))
         with (
             ThreadPoolExecutor(1, thread_name_prefix="read-chunks") as reading,
@@ -209,13 +207,12 @@ class Pipeline(BatchSource):
                 while upcoming and len(pending) < max_parses:
                     steps = upcoming.popleft()
                     read = reading.submit(self._loader.read, steps, tuple(upcoming))
-                    pending.append((steps, parsing.submit(self._parse, read)))
+                    pending.append(parsing.submit(self._parse, read))
                     upcoming.extend(itertools.islice(ranges, 1))
-                first, parsed = pending.popleft()
-                yield first, parsed.result()
+                yield pending.popleft().result()
 
     def _parse(self, read: Future[Unparsed]) -> Chunk:
-        return self._loader.parse(read.result())
+        return self._loader.parse(*read.result())
 
     def _dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
         if self._transforms.by_step or self._preprocess is not None or self._lists:
@@ -295,40 +292,28 @@ def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarr
     return values.reshape(shape) if isinstance(values, np.ndarray) else tf.reshape(values, shape)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Some steps of one rank. The first axis of all arrays is steps × rows, except of `count`, where it is steps."""
-
-    arrays: Arrays
-    records: np.ndarray
-    """int64: the record in each row, also if that row has weight 0."""
-    ids: np.ndarray
-    """int64: the record in each row, -1 for padding; of a skipped record as source.mark_skipped returns it."""
-    count: np.ndarray
-    """int64: records of each step over all ranks."""
-    widths: np.ndarray
-    """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
-
-
-class _ChunkReads(NamedTuple):
-    """What a chunk needs of the records."""
+class ChunkReads(NamedTuple):
+    """What a chunk, some steps of one rank, needs of the records."""
 
     steps: StepRange
     rows: Rows
     blocks: np.ndarray
     """Blocks to keep while the chunk is loaded."""
     widths: np.ndarray
-    """As in Chunk."""
+    """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
 
 
-class Unparsed(NamedTuple):
-    """A chunk that is read, but not parsed."""
+Unparsed = tuple[ChunkReads, Data | None, dict[int, str]]
+"""A chunk that is read, but not parsed: no data if the cache has all of it; and faults, as Reader.read returns them."""
 
-    reads: _ChunkReads
-    data: Data | None
-    """None if the cache has all of it."""
-    faults: dict[int, str]
-    """As Reader.read returns them."""
+
+class Chunk(NamedTuple):
+    """A chunk that is parsed. The first axis of arrays and ids is steps × rows."""
+
+    reads: ChunkReads
+    arrays: Arrays
+    ids: np.ndarray
+    """int64: the record in each row, -1 for padding; of a skipped record as source.mark_skipped returns it."""
 
 
 class Loader:
@@ -352,7 +337,7 @@ class Loader:
         uses_cache = config.cache == "memory"
         self._cache = ParsedCache(plan.num_records, parser.shapes, parser.dtypes) if uses_cache else None
         self._sequences: dict[tuple[int, str], EpochSequence] = {}
-        self._chunk_reads: dict[StepRange, _ChunkReads] = {}
+        self._chunk_reads: dict[StepRange, ChunkReads] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
         """Records skipped so far on this rank."""
@@ -372,21 +357,17 @@ class Loader:
             self._reader.keep_only(np.concatenate(blocks).tolist())
             self._chunk_reads = {s: r for s, r in self._chunk_reads.items() if s in following}
             self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
-        return Unparsed(reads, data, faults)
+        return reads, data, faults
 
-    def parse(self, unparsed: Unparsed) -> Chunk:
+    def parse(self, reads: ChunkReads, data: Data | None, faults: dict[int, str]) -> Chunk:
         """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
-        reads, data, faults = unparsed
         records, real = (values.ravel() for values in reads.rows)
         arrays, bad = self._parse(records, data, faults)
         self.skipped.update(records[real & bad].tolist())
         self._check_lengths(arrays, reads, records, real & ~bad)
-        _, first, last = reads.steps
-        count = np.array([self._plan.count(step) for step in range(first, last)], np.int64)
-        ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
-        return Chunk(arrays, records, ids, count, reads.widths)
+        return Chunk(reads, arrays, np.where(real, np.where(bad, mark_skipped(records), records), -1))
 
-    def _check_lengths(self, arrays: Arrays, reads: _ChunkReads, records: np.ndarray, used: np.ndarray) -> None:
+    def _check_lengths(self, arrays: Arrays, reads: ChunkReads, records: np.ndarray, used: np.ndarray) -> None:
         """Raise UserError for a list that is longer than when the lengths were measured: it would be cut off."""
         for column, (name, feature) in enumerate(self._lists):
             if name not in arrays:
@@ -442,7 +423,7 @@ class Loader:
         rows = np.where(bad, 0, np.cumsum(~bad) - 1)
         return {name: np.asarray(array)[rows] for name, array in arrays.items()}, bad
 
-    def _start_reading(self, steps: StepRange) -> _ChunkReads:
+    def _start_reading(self, steps: StepRange) -> ChunkReads:
         """Start reading the blocks of a chunk, unless that was done before. Return what the chunk needs."""
         if steps not in self._chunk_reads:
             sequence, (epoch, first, last) = self._sequence(steps.epoch, "rank"), steps
@@ -453,7 +434,7 @@ class Loader:
             # A separate sequence for all ranks' records, because a sequence caches only the windows last used.
             of_all = self._sequence(epoch, "all") if self._plan.buckets else sequence
             widths = self._plan.widths(of_all, first, last)
-            self._chunk_reads[steps] = _ChunkReads(steps, rows, blocks, widths)
+            self._chunk_reads[steps] = ChunkReads(steps, rows, blocks, widths)
             if not cached:
                 self._reader.read_ahead(np.unique(self._blocks.containing(rows.records.ravel())).tolist())
         return self._chunk_reads[steps]

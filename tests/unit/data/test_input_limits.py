@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline import Pipeline, Ranks, build_pipeline, check_room_to_cache
+from horovod_train.data.pipeline import Chunk, Pipeline, Ranks, build_pipeline, check_room_to_cache
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -107,9 +108,9 @@ def test_as_many_chunks_are_parsed_at_the_same_time_as_the_setting_says(
     made = pipeline(config(images, parallel_parse_calls=4, drop_remainder=True))
     all_there, parse = threading.Barrier(4, timeout=300), made._loader.parse
 
-    def meet(read: object) -> object:
+    def meet(*read: Any) -> Chunk:
         all_there.wait()
-        return parse(read)  # type: ignore[arg-type]
+        return parse(*read)
 
     made._loader.parse = meet  # type: ignore[method-assign,assignment]
     assert len(batches(made)) == 8

@@ -199,7 +199,7 @@ def test_memory_holds_the_windows_that_lanes_are_in(tmp_path: Path) -> None:
     loader = made._loader
     most = 0
     for steps in made.step_ranges(0, 0, 1):
-        loader.parse(loader.read(steps, ()))
+        loader.parse(*loader.read(steps, ()))
         most = max(most, len(loader._reader._in_memory))
     blocks_of_a_chunk = 4 * (-(-loader.steps_per_chunk // 208) + 1)  # 2000 records make blocks of 256 and one of 208
     assert most <= blocks_of_a_chunk < 64

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_as_many_blocks_are_read_at_the_same_time_as_asked(folder: Path, threads: int) -> None:
     made, _ = loader(folder, threading.Barrier(threads, timeout=300), read_threads=threads)
     chunks = [StepRange(0, step, step + 1) for step in range(4)]
-    assert made.parse(made.read(chunks[0], chunks[1:])).ids.tolist() == list(range(20))
+    assert made.parse(*made.read(chunks[0], chunks[1:])).ids.tolist() == list(range(20))
 
 
 def test_no_more_blocks_are_read_at_the_same_time_than_asked(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_is_read_ahead_is_not_read_again(folder: Path) -> None:
     made, watched = loader(folder, read_threads=1)
     chunks = [StepRange(0, step, step + 1) for step in range(6)]
     for number in range(4):
-        found = made.parse(made.read(chunks[number], chunks[number + 1 : number + 3]))
+        found = made.parse(*made.read(chunks[number], chunks[number + 1 : number + 3]))
         assert found.ids.tolist() == list(range(20 * number, 20 * number + 20))
     made.read(chunks[5], [])
     assert watched.loaded == [0, 1, 2, 3, 4, 5]
