@@ -13,6 +13,8 @@ changes in the other records. Data that do not match their checksum are found wh
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -20,7 +22,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -51,9 +53,7 @@ _REMOTE_SCANS = 8  # remote files scanned at the same time; each keeps a few MiB
 
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
 """Pattern of an index that is being written."""
-_FORMAT = 2
-_TEXTS = ("name", "packing", "digest", "problem")
-_NUMBERS = ("size", "mtime_ns")
+_FORMAT = 3
 
 
 class ScannedFile(NamedTuple):
@@ -335,7 +335,8 @@ def _is_index(path: Path) -> bool:
     """Check the content, because other programs also write files named index.npz. A broken file is not removed."""
     if path.name != INDEX_NAME or not path.stat().st_size:
         return True
-    return {f"{name}.npy" for name in ("format", "blocks", "packing", *Extents._fields)} <= zip_members(path)
+    members = {name.removesuffix(".npy") for name in zip_members(path)}
+    return {*Extents._fields, "facts"} <= members or {*Extents._fields, "format", "packing"} <= members  # format 2
 
 
 _INDEX = Artifact("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", content_matches=_is_index)
@@ -351,42 +352,21 @@ def load_entries(place: Path) -> Entries:
             is_ours = all(member.compress_type == zipfile.ZIP_STORED for member in members)
             if not is_ours or sum(member.file_size for member in members) > place.stat().st_size:
                 return {}
-            return _unpack({key: saved[key] for key in saved.files})
+            facts = json.loads(saved["facts"].tobytes())
+            if facts["format"] != _FORMAT:
+                return {}
+            edges = np.cumsum(facts["blocks"])[:-1]
+            columns = zip(*(np.split(saved[key], edges) for key in Extents._fields), strict=True)
+            rows = zip(itertools.starmap(ScannedFile, facts["files"]), columns, strict=True)
+            return {file.path: (file, Extents(*column)) for file, column in rows}
     except Exception:  # a damaged zip file raises nearly any error; the files are then scanned again
         return {}
 
 
-def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
-    if int(arrays["format"]) != _FORMAT:
-        return {}
-    edges = np.cumsum(arrays["blocks"])[:-1]
-    columns = zip(*(np.split(arrays[key], edges) for key in Extents._fields), strict=True)
-    facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _split_texts(arrays[key]) for key in _TEXTS}
-    names = facts.pop("name")
-    rows = zip(*facts.values(), strict=True)
-    return {
-        name: (ScannedFile(path=name, **dict(zip(facts, row, strict=True))), Extents(*column))
-        for name, row, column in zip(names, rows, columns, strict=True)
-    }
-
-
 def save_entries(place: Path, entries: Entries) -> None:
-    names = sorted(entries)
-    files, extents = [entries[name][0] for name in names], [entries[name][1] for name in names]
+    files = [file._replace(path=name) for name, (file, _) in sorted(entries.items())]
+    extents = [entries[file.path][1] for file in files]
+    facts = {"format": _FORMAT, "files": files, "blocks": [len(e.records) for e in extents]}
     arrays: dict[str, Any] = {key: np.concatenate([getattr(e, key) for e in extents]) for key in Extents._fields}
-    arrays |= {"format": np.array(_FORMAT), "name": _join_texts(names), "blocks": [len(e.records) for e in extents]}
-    arrays |= {key: _join_texts(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
-    arrays |= {key: np.array([getattr(file, key) for file in files], np.int64) for key in _NUMBERS}
     with open_atomically(place, _INDEX, sync=False) as file:
-        np.savez(file, **arrays)
-
-
-# An array of strings would give each string the size of the longest.
-
-
-def _join_texts(texts: Iterable[str]) -> np.ndarray:
-    return np.frombuffer("\0".join(texts).encode(errors="surrogateescape"), np.uint8)
-
-
-def _split_texts(array: np.ndarray) -> list[str]:
-    return array.tobytes().decode(errors="surrogateescape").split("\0")
+        np.savez(file, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)

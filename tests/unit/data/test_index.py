@@ -34,6 +34,7 @@ from horovod_train.data.tfrecord.index import (
     BLOCK_BYTES,
     BLOCK_RECORDS,
     Entries,
+    Extents,
     Index,
     load_entries,
     open_index,
@@ -238,7 +239,7 @@ def test_an_index_that_would_grow_when_read_is_made_again(tmp_path: Path) -> Non
     with np.load(place) as saved:
         arrays = dict(saved)
     with zipfile.ZipFile(place, "a") as archive:  # many names for the same bytes
-        archive.filelist.extend([archive.getinfo("size.npy")] * 1000)
+        archive.filelist.extend([archive.getinfo("facts.npy")] * 1000)
         archive.writestr("more.npy", b"")  # or the names are not written
     assert load_entries(place) == {}
     np.savez_compressed(place, **arrays)
@@ -265,6 +266,18 @@ def test_an_index_of_another_format_is_made_again(
     open_records(config(folder), "train")
     open_records(config(folder), "train")
     assert len(scanned) == 2 * 3
+
+
+def test_an_index_with_an_array_for_each_fact_is_made_again(tmp_path: Path, scanned: list[str]) -> None:
+    folder = make_images(tmp_path / "train")
+    texts = ("name", "packing", "digest", "problem")
+    arrays: dict[str, Any] = {
+        key: np.zeros(0, np.uint8) for key in (*texts, "blocks", "size", "mtime_ns", *Extents._fields)
+    }
+    np.savez(folder / INDEX_NAME, format=np.array(2), **arrays)
+    open_records(config(folder), "train")
+    open_records(config(folder), "train")
+    assert len(scanned) == len(load_entries(folder / INDEX_NAME)) == 3
 
 
 def test_names_that_are_not_text_are_kept(tmp_path: Path, scanned: list[str]) -> None:
