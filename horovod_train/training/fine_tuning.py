@@ -10,7 +10,7 @@ import itertools
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from horovod_train.checkpoint.tensors import read_arrays
 from horovod_train.config.registry import find, is_users, load_function, raised_at, suggest
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.random_access.hdf5 import open_hdf5
+from horovod_train.data.random_access.store import opening
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.errors import RunError, UserError, one_line, unreadable
+from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import take_class, weights_of_slots
 from horovod_train.shown_text import listed
 from horovod_train.training.sync import by_path
@@ -242,7 +243,7 @@ def _values(stored: Any, path: str, source: str) -> np.ndarray:
     """Read what a source has for the weight at `path`."""
     if isinstance(stored, np.ndarray):
         return stored
-    with _readable(source):
+    with opening(f"{_WHERE}: {source}", "a file of Keras 3"):
         # As Keras saves it, since HDF5 has no such type.
         dtype = tf.bfloat16.as_numpy_dtype if stored.attrs.get("dtype") == "bfloat16" else stored.dtype
         if np.dtype(dtype).kind in "biufc" or dtype is not stored.dtype:
@@ -352,29 +353,18 @@ def _weights_by_layer(
 
 def _layers_in(path: str, files: ExitStack) -> list[tuple[str, list[Any]]]:
     """Return the layers of a Keras file, as `_weights_by_layer` names them, and their datasets. Raises UserError."""
-    with _readable(path):
+    where, kind = f"{_WHERE}: {path}", "a file of Keras 3"
+    with opening(where, kind):
         file: Any = files.enter_context(Path(path).open("rb"))  # noqa: SIM115
         if path.endswith(".keras"):
             archive = files.enter_context(zipfile.ZipFile(file))
             file = files.enter_context(archive.open(_IN_KERAS_FILE))
-        opened, items = open_hdf5(file, f"{_WHERE}: {path}", "a file of Keras 3")
+        opened, items = open_hdf5(file, where, kind)
         files.callback(opened.close)
         layers = list(_stored_layers(items))
     if not layers:
-        raise UserError(f"{_WHERE}: {path}: holds no weights as Keras 3 saves them.")
+        raise UserError(f"{where}: holds no weights as Keras 3 saves them.")
     return layers
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Run a block that reads a Keras file. Raises UserError, or ReadFailed, if it cannot be read."""
-    try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:  # zipfile and h5py raise whatever a damaged file leads to
-        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
-        raise unreadable(error)(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
 
 
 def _stored_layers(items: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:

@@ -24,11 +24,12 @@ from horovod_train.data.random_access.store import (
     check_local,
     even_blocks,
     objects,
+    opening,
     raise_if_of_the_system,
 )
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.errors import RunError, UserError, one_line, unreadable
+from horovod_train.errors import RunError, UserError
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """A column in which pandas keeps the index of a table whose rows were chosen or shuffled."""
@@ -49,15 +50,10 @@ class _Batches(FileStore):
         import_extra("pyarrow", "parquet", f"{request.setting}: {path}")
         super().__init__(path, [path], request.storage)
         self._pages = Pages(request.storage, path) if is_remote(path) else None
-        try:
+        with opening(path, self.form):
             schema, counts, size = self._open()
             self._names = _choose(request, schema.names, path)
             check_types(schema, self._names, path)
-        except RunError:
-            raise
-        except Exception as error:  # pyarrow raises whatever a damaged file leads to, also for names that are not UTF-8
-            raise_if_of_the_system(error, path)
-            raise unreadable(error)(f"{path}: cannot be read as {self.form}: {one_line(error)}.") from error
         self.blocks = blocks_of([count for count in counts if count], size)
         self._numbers = [number for number, count in enumerate(counts) if count]
 
@@ -292,10 +288,8 @@ class HuggingFaceFolder(FileStore):
                 f"{request.setting}: {path} holds the splits {', '.join(splits)}. Name one of their folders."
             )
         datasets = import_extra("datasets", "huggingface", f"{request.setting}: {path}")
-        try:
+        with opening(path, "a dataset"):
             dataset = datasets.load_from_disk(path)
-        except Exception as error:  # datasets and pyarrow raise whatever damaged files lead to
-            raise unreadable(error)(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
         self._names = _choose(request, dataset.column_names, path)
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)

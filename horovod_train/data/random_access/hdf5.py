@@ -16,11 +16,11 @@ from horovod_train.data.random_access.store import (
     Request,
     check_lengths,
     even_blocks,
-    raise_if_of_the_system,
+    opening,
 )
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, Range, RemoteFile
-from horovod_train.errors import RunError, UserError, one_line, unreadable
+from horovod_train.errors import UserError, one_line
 from horovod_train.host import Opened
 
 _PAGES = 64
@@ -145,17 +145,13 @@ def open_hdf5(file: Any, name: str, kind: str = "HDF5", **options: Any) -> tuple
     """
     import h5py  # takes a while
 
-    opened = None
-    try:
+    with opening(name, kind):
         opened = h5py.File(file, "r", **options)
-        return opened, dict(_walk(opened, name))
-    except Exception as error:  # h5py raises whatever a damaged file leads to
-        if opened is not None:
+        try:
+            return opened, dict(_walk(opened, name))
+        except BaseException:
             opened.close()
-        if isinstance(error, RunError):
             raise
-        raise_if_of_the_system(error, name)
-        raise unreadable(error)(f"{name}: cannot be read as {kind}: {one_line(error)}.") from error
 
 
 def _walk(root: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -19,10 +19,10 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.data.files import check_regular, fits, left_out_note, loose_files
-from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
+from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks, opening
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
-from horovod_train.errors import RunError, UserError, one_line, reading
+from horovod_train.errors import UserError, reading
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
 
@@ -51,14 +51,8 @@ class NumpyArrays(FileStore):
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""
-        try:
-            with reading(path):
-                by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
-        except RunError:
-            raise
-        except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
-            reason = one_line(error) or type(error).__name__
-            raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {reason}.") from error
+        with opening(path, "an npz archive of arrays, or a folder of npy files"), reading(path):
+            by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
         super().__init__(path, files, request.storage)
         if not is_remote(path) and os.path.isdir(path):
             others = [name for name in loose_files(path) if not _is_array(name)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +208,19 @@ def raise_if_of_the_system(error: BaseException, record: str) -> None:
         raise UserError(f"{record}: cannot be read: {said_by_system(error)}.") from error
     if unreadable(error) is ReadFailed:
         raise ReadFailed(f"{record}: cannot be read: {describe(error)}.") from error
+
+
+@contextmanager
+def opening(path: str, kind: str) -> Iterator[None]:
+    """Raise UserError, or ReadFailed, in a block that opens a file by a library, which may raise anything."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        raise_if_of_the_system(error, path)
+        reason = one_line(getattr(error, "strerror", None) or error).rstrip(".") or type(error).__name__
+        raise UserError(f"{path}: cannot be read as {kind}: {reason}.") from error
 
 
 def try_read(store: Store, first: int, last: int) -> Arrays | list[bytes] | BaseException:

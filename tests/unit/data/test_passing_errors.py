@@ -20,6 +20,7 @@ from horovod_train.commands import plan_model, predict
 from horovod_train.config.settings import Config, DataConfig, Spec
 from horovod_train.data.dataset import find_records, open_records
 from horovod_train.data.pipeline import Ranks
+from horovod_train.data.random_access.store import opening
 from horovod_train.data.source import split_records
 from horovod_train.data.storage import DEFAULT, open_file_system
 from horovod_train.data.stream import open_stream
@@ -27,7 +28,6 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import ReadFailed, RunError, UserError, reading
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import check_writable
-from horovod_train.training import fine_tuning
 
 
 def fail_reads(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> list[str]:
@@ -119,7 +119,7 @@ def test_a_run_directory_that_does_not_answer_is_no_mistake(
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ReadFailed("init_from: no answer")])
 def test_a_file_of_keras_that_cannot_be_read_now_is_no_mistake(error: Exception) -> None:
-    with pytest.raises(ReadFailed, match=r"Input/output error|no answer"), fine_tuning._readable("a.keras"):
+    with pytest.raises(ReadFailed, match=r"Input/output error|no answer"), opening("a.keras", "Keras"):
         raise error
 
 

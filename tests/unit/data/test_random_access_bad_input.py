@@ -178,7 +178,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "rows of nothing": (declared((2**45, 0)), {}, f"x declares {2**45} rows; expected values that are there"),
     "less than no rows": (declared((-3, 2)), {}, "x.npy declares the shape [-3, 2]"),
     "one array": (as_file("x.npy", b""), {}, "x.npy is one array. Name its folder"),
-    "no npz": (as_file("x.npz", b"text"), {}, "x.npz: is no npz archive of arrays, nor a folder of npy files"),
+    "no npz": (as_file("x.npz", b"text"), {}, "x.npz: cannot be read as an npz archive of arrays, or a "),
     "no HDF5": (as_file("x.h5", b"text"), {}, "x.h5: cannot be read as HDF5"),
     "no Parquet": (as_file("x.parquet", b"text"), {}, "x.parquet: cannot be read as Parquet"),
     "no Arrow": (as_file("x.arrow", b"text"), {}, "x.arrow: cannot be read as Arrow"),
