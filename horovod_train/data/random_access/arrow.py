@@ -119,7 +119,7 @@ class ParquetFile(_Batches):
         from pyarrow import Table, parquet
 
         # Opened again for each row group, because an open file is not for several threads.
-        with parquet.ParquetFile(self._source, metadata=self._metadata) as file:
+        with parquet.ParquetFile(self._source, metadata=self._metadata, page_checksum_verification=True) as file:
             if count < self._metadata.row_group(number).num_rows:
                 # Reads little more than these: the first record of many files is read at the start.
                 batches = file.iter_batches(count, row_groups=[number], columns=self._names, use_threads=False)

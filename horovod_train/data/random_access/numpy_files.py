@@ -66,6 +66,13 @@ class NumpyArrays(FileStore):
         records = check_lengths({name: array.shape[0] for name, array in by_name.items()}, path, request.setting)
         self.blocks = even_blocks(records, sum(_row_bytes(array) for array in by_name.values()) * records)
 
+    def damage(self) -> str:
+        if self.path not in self.stamps:  # a folder
+            return ""
+        with opening(self.path, "an npz archive"), _opened(self.path, self._storage) as file:
+            name = zipfile.ZipFile(file).testzip()
+        return f"{self.path}: {name} does not match its checksum." if name else ""
+
     def read(self, first: int, last: int) -> Arrays:
         for path in self.stamps:
             self.check(path)

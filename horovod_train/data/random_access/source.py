@@ -91,6 +91,10 @@ class RandomAccessRecords:
         """Those of the notes that are faults of the files."""
         return [store.unwritten for store in self._stores if store.unwritten]
 
+    def damage(self) -> list[str]:
+        """Return what checksums over whole files find: a sentence for each store that is damaged."""
+        return [text for store in self._stores if (text := store.damage())]
+
     def files(self) -> list[str]:
         """Return the file of each record, where each is a file; else nothing."""
         if not all(store.are_files for store in self._stores):

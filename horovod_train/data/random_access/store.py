@@ -85,6 +85,10 @@ class Store(ABC):
         UnreadableFrom also says which.
         """
 
+    def damage(self) -> str:
+        """Return what checksums over whole files find, in a sentence; "": nothing. Reads them, for check-data."""
+        return ""
+
     @abstractmethod
     def identity(self) -> Stamps | str:
         """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""

@@ -49,6 +49,21 @@ def test_duplicates_are_counted(data: Path, capsys: pytest.CaptureFixture[str]) 
     assert "0 faults, 5 duplicates" in capsys.readouterr().out
 
 
+def test_a_bit_that_has_changed_in_an_npz_archive_is_a_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training reads its rows without the archive's checksums, which are of whole arrays."""
+    path, rows = tmp_path / "a.npz", np.arange(120, dtype=np.float32).reshape(40, 3)
+    np.savez(path, x=rows, y=np.arange(40))
+    assert run(check_data, path) == 0
+    content = bytearray(path.read_bytes())
+    content[content.index(rows.tobytes()) + 50] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"check-data: 1 fault\."):
+        run(check_data, path)
+    assert f"{path}: x.npy does not match its checksum." in capsys.readouterr().out
+
+
 def test_every_bad_record_is_named_and_the_rest_is_counted(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, size = data / "train/0.tfrecord", len(frame(image_record(0)))
     bytes_ = bytearray(path.read_bytes())

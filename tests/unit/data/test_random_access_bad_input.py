@@ -262,6 +262,18 @@ def test_columns_whose_names_are_not_text_are_refused(tmp_path: Path) -> None:
         assert f"{path}: cannot be read as " in refusal(config(path))
 
 
+def test_a_bit_that_has_changed_in_a_parquet_page_with_a_checksum_is_noticed(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "a.parquet", np.arange(1000, 1040)
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    pa.parquet.write_table(pa.table({"x": numbers}), path, 20, **options)
+    content = bytearray(path.read_bytes())
+    content[content.index(numbers[30:32].tobytes())] ^= 1
+    path.write_bytes(content)
+    load = open_records(config(path), "train").source.open()
+    assert not load(0).faults
+    assert "CRC checksum verification failed" in str(load(1).faults)
+
+
 def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_path: Path) -> None:
     for text in ("[" * 100_000, f'{{"features": {"9" * 5000}}}'):
         (tmp_path / "dataset.json").write_text(text)
