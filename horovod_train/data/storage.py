@@ -24,7 +24,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -245,11 +245,9 @@ class Storage:
     def opened(self, path: str) -> Iterator[tuple[Stamp, ReadAt]]:
         """Open a file to read it mostly from start to end."""
         if is_remote(path):
-            pages = Pages(self, path, 2, _REMOTE_PIECE)
-            try:
-                yield pages.stamp, lambda length, offset: pages.read_by_page(offset, length)
-            finally:
-                pages.forget()
+            stamp = self.stamp(path)
+            with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+                yield stamp, _ReadAhead(self, path, stamp.size, thread)
         else:
             with open(path, "rb", buffering=0) as file:
                 fd = file.fileno()
@@ -308,6 +306,28 @@ def _read_local(path: str, offset: int, length: int) -> bytes:
     # Opened again each time, because there may be more files than a process may have open.
     with open(path, "rb", buffering=0) as file:
         return read_at(file.fileno(), length, offset)
+
+
+class _ReadAhead:
+    """Reads a remote file piece by piece, and loads the next piece while one is used."""
+
+    def __init__(self, storage: Storage, url: str, size: int, thread: ThreadPoolExecutor) -> None:
+        self._storage, self._url, self._size, self._thread = storage, url, size, thread
+        self._pieces: dict[int, Future[bytes]] = {}
+
+    def __call__(self, length: int, offset: int) -> bytes:
+        end = min(offset + length, self._size)
+        if end <= offset:
+            return b""
+        first, last = offset // _REMOTE_PIECE, (end - 1) // _REMOTE_PIECE
+        self._pieces = {number: piece for number, piece in self._pieces.items() if first - 1 <= number <= last + 1}
+        for number in range(first, last + 2):
+            if number not in self._pieces and number * _REMOTE_PIECE < self._size:
+                start = number * _REMOTE_PIECE
+                length = min(_REMOTE_PIECE, self._size - start)
+                self._pieces[number] = self._thread.submit(self._storage.read, self._url, start, length)
+        joined = b"".join(self._pieces[number].result() for number in range(first, last + 1))
+        return joined[offset - first * _REMOTE_PIECE : end - first * _REMOTE_PIECE]
 
 
 _DRIVERS: dict[str, Callable[[str], object]] = {
@@ -473,13 +493,12 @@ DEFAULT = Storage()
 class Pages:
     """Reads pieces of a remote file, and caches the pages that contain short pieces. Several threads may use it."""
 
-    def __init__(self, storage: Storage, url: str, max_pages: int = 4, page_bytes: int | None = None) -> None:
-        """max_pages: cached, of 256 KiB or `page_bytes` each. Raises UserError, or ReadFailed, if it cannot be read."""
-        self._storage, self.url, self._page_bytes = storage, url, page_bytes or _PAGE
-        self._page = functools.lru_cache(max_pages)(lambda page: self.read(page * self._page_bytes, self._page_bytes))
+    def __init__(self, storage: Storage, url: str, max_pages: int = 4) -> None:
+        """max_pages: cached pages, of 256 KiB each. Raises UserError, or ReadFailed, for a file that cannot be read."""
+        self._storage, self.url = storage, url
+        self._page = functools.lru_cache(max_pages)(lambda number: self.read(number * _PAGE, _PAGE))
         with reading(url):
-            self.stamp = storage.stamp(url)
-        self.size = self.stamp.size
+            self.size = storage.stamp(url).size
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes in one request, fewer at the end of the file. Raises UserError, or ReadFailed."""
@@ -488,15 +507,11 @@ class Pages:
 
     def read_by_page(self, offset: int, length: int) -> bytes:
         """Do as read, but take short pieces from cached pages."""
-        if length > self._page_bytes:
+        if length > _PAGE:
             return self.read(offset, length)
-        first, last = offset // self._page_bytes, (offset + max(length, 1) - 1) // self._page_bytes
+        first, last = offset // _PAGE, (offset + max(length, 1) - 1) // _PAGE
         joined = b"".join(self._page(number) for number in range(first, last + 1))
-        return joined[offset - first * self._page_bytes : offset - first * self._page_bytes + length]
-
-    def forget(self) -> None:
-        """Free the pages; Python would only when it next looks for cycles of references."""
-        self._page.cache_clear()
+        return joined[offset - first * _PAGE : offset - first * _PAGE + length]
 
 
 class RemoteFile(io.RawIOBase):
