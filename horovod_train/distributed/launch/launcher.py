@@ -302,11 +302,11 @@ def read_step(environment: Mapping[str, str]) -> Meeting | None:
     if "SLURM_STEP_NUM_TASKS" not in environment:
         return None
     try:
-        hosts = tuple(expand_hosts(environment["SLURM_STEP_NODELIST"]))
-        tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
         rank, size, local_rank, host = (
             int(environment[name]) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
         )
+        hosts = tuple(expand_hosts(environment["SLURM_STEP_NODELIST"]))
+        tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
         fits = sum(tasks) == size and len(hosts) == len(tasks)
         if not (fits and 0 <= rank < size and 0 <= local_rank < tasks[host]):
             raise ValueError(f"they say rank {rank} of {size}, {local_rank} on host {host} of {hosts} with {tasks}")
