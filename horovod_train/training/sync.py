@@ -202,6 +202,10 @@ class Local(SyncStrategy):
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]
         return Exchanged(rows_once, local_gradients)
 
+    def leave_out(self, step: tf.Tensor) -> None:
+        tf.cond(tf.equal(self.settled, step - 1), lambda: self._note_start(step), lambda: None)
+        super().leave_out(step)
+
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # Other ranks learn about a failed rank at the next average.
         def meet() -> tf.Tensor:

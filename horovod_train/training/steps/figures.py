@@ -136,6 +136,9 @@ class Figures:
         kept = self._added() if keep else None
         self._combine(group)
         values = {name: _part(metric.result(), source) for name, (metric, source) in self._sources.items()}
+        values |= {
+            name: math.nan for name, mean in self._means.items() if not mean.count.numpy()
+        }  # 0 could be the best
         self._reset()
         self._moved, self._records, self._has_steps = None, 0, False
         for variable, value in zip(self.variables, self._aside or (), strict=self._aside is not None):

@@ -22,6 +22,7 @@ from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import results_noted
+from horovod_train.training.steps.shares import IF_ANY
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import by_path
 
@@ -195,7 +196,8 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
 
     variables: node → name, for nodes that hold variables. names: other names for single scopes; None: remove the scope.
     layers: Keras opens a layer's scope twice, so that TensorFlow calls it `hidden1_1`; here it is `hidden1`.
-    Gradients, which TensorFlow keeps apart, move into the fold of the rank that computes them.
+    Gradients, which TensorFlow keeps apart, move into the fold of the rank that computes them. A step that is left out
+    where it has no records is shown as others are.
     """
     prefixes = {prefix for node in graph.node for prefix in _prefixes(node.name)}
     plain = _plain(prefixes, set(layers))
@@ -203,6 +205,8 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
     new = {}
     for node in graph.node:
         parts = [plain[prefix] for prefix in _prefixes(node.name)]
+        if parts[:2] == [IF_ANY, "then"]:
+            parts = [part for part in parts[2:] if part != IF_ANY]
         if parts[:2] == ["gradient_tape", "rank"]:
             parts[:2] = ["rank", "gradient_tape"]
         if "moving_average" in parts:  # covers all weights, so not part of one update

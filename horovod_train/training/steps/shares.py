@@ -25,6 +25,8 @@ from horovod_train.training.losses import ends_in_logits, refuse_logits, takes_l
 from horovod_train.training.nonfinite import restored_if
 
 T = TypeVar("T")
+IF_ANY = "if_any_record"
+"""The name, in graphs, of the condition for a step that only the data tell to have records."""
 Data = Any
 """What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
 
@@ -49,7 +51,7 @@ class Rows:
 
     def unless_empty(self, total: tf.Tensor, act: Callable[[], T], leave_out: Callable[[], T]) -> T:
         """In a compiled step: act if it has a record, as `total` has returned; all ranks do the same."""
-        return tf.cond(total > 0, act, leave_out) if self.are_counted else act()
+        return tf.cond(total > 0, act, leave_out, name=IF_ANY) if self.are_counted else act()
 
 
 class Part(NamedTuple):

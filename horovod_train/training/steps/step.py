@@ -153,6 +153,7 @@ class TrainStep:
 
     def retrace(self) -> None:
         """Compile the step when it runs next: for when other variables are trained than before."""
+        self.update.variables.clear()
         self._runs: dict[Any, Any] = {}
         self._collect_function = tf.function(self._collect_in_function, autograph=False)
         self._forward_backward_by_xla = tf.function(self._forward_backward, autograph=False, jit_compile=True)

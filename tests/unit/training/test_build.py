@@ -35,9 +35,9 @@ from horovod_train.training.compiled import compile_model
 from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.refusals import list_warnings
 from horovod_train.training.steps import figures
-from horovod_train.training.steps.histograms import Summaries
+from horovod_train.training.steps.histograms import Summaries, draw_step
 from horovod_train.training.steps.optimizers import optimizers_in
-from horovod_train.training.steps.shares import Shares
+from horovod_train.training.steps.shares import IF_ANY, Shares
 from horovod_train.training.steps.step import EvalStep, TrainStep
 
 ALONE = WorkerGroup(
@@ -863,6 +863,51 @@ def test_what_an_evaluation_assigns_is_made_equal_on_ranks(batches: Pipeline) ->
     assert [variable.ref() for variable in found] == [layer.mean.value.ref()]
     norm = layers.BatchNormalization()
     assert not evaluate(batches, compiled("sparse_categorical_crossentropy", norm)).forward_state.variables
+
+
+def without_records(batch: Batch) -> Batch:
+    return batch._replace(ids=tf.fill(batch.ids.shape, tf.constant(-1, tf.int64)))
+
+
+def test_what_the_forward_pass_assigns_stays_in_a_step_without_records(
+    batches: Pipeline, stepping: Callable[..., TrainStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training and, of two ranks, in an evaluation; in a step with records it becomes another."""
+    skips: Any = {"data": {"on_bad_record": "skip"}}
+    layer, size = Follows(), StepSize(None, is_full=False)
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True), layer)
+    step = stepping(batches, model, **skips)
+    train_on = tf.function(lambda batch: step.train_on(batch, size), autograph=False)
+    batch = batches.scaled(next(batches.batches(0, epochs=1)))
+    evaluation = evaluate(batches, model, **skips)
+    found = []
+    for is_empty in (False, True):
+        layer.mean.assign(tf.ones(layer.mean.shape))
+        train_on(without_records(batch) if is_empty else batch)
+        found.append((layer.mean.numpy() == 1).all())
+        layer.mean.assign(tf.ones(layer.mean.shape))
+        evaluation.rows.scaled = (lambda given: without_records(batches.scaled(given))) if is_empty else batches.scaled
+        evaluation.retrace()
+        evaluation.run(batches.batches(0, epochs=1), 1, size)
+        found.append((layer.mean.numpy() == 1).all())
+    assert found == [False, False, True, True]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_graph_of_a_step_has_the_same_folds_whether_records_are_counted(
+    batches: Pipeline, stepping: Callable[..., TrainStep], skips: bool
+) -> None:
+    data = {"on_bad_record": "skip" if skips else "error"}
+    model = compiled(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    step = stepping(batches, model, data=data)
+    drawn = draw_step(step, batches.element_spec, batches.size_of(0), rank=0, names={})
+    within = {tuple(node.name.split("/")[:2]) for node in drawn.node}
+    tops = {top for top, *_ in within}
+    assert ("rank_0", "gradient_tape") in within
+    assert "gradient_tape" not in tops
+    assert {"input_data", "rank_0", "update_parameters", "exchange"} <= tops
+    assert (IF_ANY in tops) == skips
+    assert not {(IF_ANY, "then"), ("cond", "then")} & within
 
 
 class Kept(keras.Layer):

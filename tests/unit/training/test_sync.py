@@ -186,6 +186,27 @@ def test_the_moves_of_layers_with_one_name_are_told_apart() -> None:
     assert [moves["apart"] for moves in drift.moves.values()] == [[pytest.approx(rows)] for rows in (1, 1, 2, 2)]
 
 
+def test_local_steps_without_records_move_nothing(model: keras.Model) -> None:
+    """Whether or not ranks were equal before them."""
+    config = TrainConfig(synchronization="local", average_every_steps=2)
+    group: Any = SimpleNamespace(
+        size=2, is_root=True, average_in_step=lambda value, name: value, sum_in_step=lambda value, name: value
+    )
+    local = Local(SyncParts(config, group, model, doubled))
+    gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
+    changed: list[float] = []
+    for has_records in (False, False, True, False, False, False):
+        step = tf.constant(len(changed), tf.int64)
+        if has_records:
+            local.exchange(doubled, gradients, model.trainable_variables, step)
+            model.trainable_variables[0].assign_add(gradients[0])
+        else:
+            local.leave_out(step + 1)
+        local.end_step(tf.constant(False), step + 1)
+        changed.append(float(abs(local.changes.numpy()).max()))
+    assert changed == [0.0, 0.0, 0.0, 2.0, 2.0, 0.0]
+
+
 def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has_failed(model: keras.Model) -> None:
     group = SimpleNamespace(
         size=2, rank=0, is_root=True, average_in_step=lambda value, name: value, sum_in_step=lambda value, name: value
