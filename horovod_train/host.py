@@ -1,4 +1,4 @@
-"""This host: the user's cache, cores that this process may keep busy, GPUs, which processes run, and open files.
+"""This host and process: the user's cache, cores to keep busy, GPUs, processes, open files, the environment.
 
 Binds no process to cores, nor shares them among ranks; see device. Does not look at what files hold. In the lowest
 layer, because the watchdog asks which open files no thread is reading.
@@ -203,3 +203,15 @@ class OpenFiles:
         if surplus > 0:
             for path in [path for path, file in self._files.items() if not file.users][:surplus]:
                 self._files.pop(path).close()
+
+
+@contextmanager
+def environment_kept(of: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+    """Undo what a block changes in the environment. of: which variables."""
+    before = {name: value for name, value in os.environ.items() if of(name)}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if of(name) and name not in before]:
+            del os.environ[name]
+        os.environ |= before

@@ -21,6 +21,7 @@ from horovod_train.config.loader import as_dict, dump, load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import SAVED, AlreadySaid, RunError, UserError
+from horovod_train.host import environment_kept
 from horovod_train.output.console import to_stdout
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def train(
         _train_on_ranks(loaded, np)
     elif not _train_here(loaded, loaded.output_dir):
         return Trained({}, None)
-    with launcher.environment_kept():
+    with environment_kept():
         return _result(loaded, loaded.output_dir)
 
 
@@ -87,7 +88,7 @@ def _train_here(config: Config, output_dir: str) -> bool:
     from horovod_train.training import run
 
     # Another run would take what is set for Horovod for the user's own.
-    with launcher.environment_kept(), _settings_kept():
+    with environment_kept(), _settings_kept():
         try:
             run.run(config)
         except RuntimeError as error:

@@ -188,11 +188,11 @@ def check_records(config: DataConfig) -> Report:
         return report
     try:
         records = split_files.open(readable)
+        report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         of_stores = records.source if isinstance(records.source, RandomAccessRecords) else None
         unwritten = of_stores.unwritten if of_stores else []
         report.bad += [*records.problems, *unwritten, *(of_stores.damage() if of_stores else [])]
         report.notes += [note for note in records.notes if note not in unwritten]
-        report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         if len(readable) == len(split_files.files):
             check_counts(records, paths)
     except RunError as error:

@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     over_ssh = arguments.hosts is not None or arguments.host_discovery is not None
     if started_by.launcher != "none" or not over_ssh:  # else it need not be started as the scheduler plans
         started_by.check()
-    # A step of one task is a shell in an allocation.
-    meeting = None if started_by.launcher == "srun" else started_by.step
+    # A SLURM step of one task is a shell in an allocation.
+    meeting = None if started_by.step is None or started_by.step.is_slurm_step else started_by.step
     if meeting is not None and meeting.is_one_a_host and meeting.launcher != "launch":
         plan = _plan_of_member(arguments, meeting, _program(arguments).gpus_per_rank)
     elif started_by.size > 1 or meeting is not None:

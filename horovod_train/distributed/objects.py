@@ -121,9 +121,9 @@ def _decode(tag: dict[str, Any], file: io.BytesIO) -> Any:
     ((kind, content),) = tag.items()
     if kind == "tuple":
         return tuple(content)
-    if kind == "dict":
+    if kind == "dict" and all(type(key) is str for key, _ in content):
         return dict(content)
-    if kind == "number":
+    if kind == "number" and content.shape == ():
         return content[()]
     if kind == "bytes":
         return _cut(file, content)

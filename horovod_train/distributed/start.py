@@ -35,7 +35,7 @@ from horovod_train.distributed.launch import key_value_store, launcher, network,
 from horovod_train.distributed.launch.local import list_slices
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
-from horovod_train.host import boot_id, sees_gpu, usable_cores
+from horovod_train.host import boot_id, environment_kept, sees_gpu, usable_cores
 from horovod_train.output.files import must_be_writable
 from horovod_train.shown_text import listed
 
@@ -145,7 +145,7 @@ def _environment_kept_if_alone(started_by: launcher.Launch) -> AbstractContextMa
     Ranks that such a process starts, as a notebook does, would take it for what the user has set.
     """
     is_alone = started_by.launcher == "none"
-    return launcher.environment_kept(lambda name: is_alone and name.startswith("HOROVOD_"))
+    return environment_kept(lambda name: is_alone and name.startswith("HOROVOD_"))
 
 
 def _allow_open_files(started_by: launcher.Launch) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from io import BufferedReader
 from typing import BinaryIO, NamedTuple
@@ -23,6 +24,7 @@ from horovod_train.data.random_access.store import FileStore, Request, check_len
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
 from horovod_train.errors import UserError, reading
+from horovod_train.shown_text import listed
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
 
@@ -69,9 +71,9 @@ class NumpyArrays(FileStore):
     def damage(self) -> str:
         if self.path not in self.stamps:  # a folder
             return ""
-        with opening(self.path, "an npz archive"), _opened(self.path, self._storage) as file:
-            name = zipfile.ZipFile(file).testzip()
-        return f"{self.path}: {name} does not match its checksum." if name else ""
+        with reading(self.path), _opened(self.path, self._storage) as file, zipfile.ZipFile(file) as archive:
+            bad = [name for name in archive.namelist() if not _matches_checksum(archive, name)]
+        return f"{self.path}: damaged: {listed(bad)} does not match its checksum. Make it again." if bad else ""
 
     def read(self, first: int, last: int) -> Arrays:
         for path in self.stamps:
@@ -80,6 +82,16 @@ class NumpyArrays(FileStore):
             name: array.read(first, last) if isinstance(array, _Rows) else array[first:last]
             for name, array in self._arrays.items()
         }
+
+
+def _matches_checksum(archive: zipfile.ZipFile, name: str) -> bool:
+    try:
+        with archive.open(name) as member:
+            while member.read(1 << 20):
+                pass
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        return False
+    return True
 
 
 def refuse_one_array(path: str, request: Request) -> NumpyArrays:

@@ -133,10 +133,11 @@ def open_described(
     nonempty = [store for store in stores if store.blocks.num_records]
     if not nonempty:
         raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
-    schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path, labels)
-    for store in nonempty[1:]:
+    first, arrays = _first_readable(nonempty if config.on_bad_record == "skip" else nonempty[:1])
+    schema = describe(arrays, first.defaults, config, first.path, labels)
+    for store in nonempty:
         named = {name: defaults.get("class_names", ()) for name, defaults in store.defaults.items()}
-        check_same_classes(schema.class_names, nonempty[0].path, named, store.path)
+        check_same_classes(schema.class_names, first.path, named, store.path)
     if config.on_bad_record == "error":
         for store in nonempty:
             number, arrays = _first_record(store)
@@ -146,10 +147,25 @@ def open_described(
     return RandomAccessRecords(stores, ArraysParser, config.index_dir, storage), schema
 
 
+def _first_readable(stores: Sequence[Store]) -> tuple[Store, Arrays]:
+    """Return the first store of which a record can be read, and that record. Raises UserError if there is none."""
+    failures: list[UserError] = []
+    for store in stores:
+        try:
+            return store, _first_record(store)[1]
+        except UserError as error:
+            failures.append(error)
+    raise failures[0]
+
+
 def _first_record(store: Store) -> tuple[int, Arrays]:
-    """Return the first record that can be read, and its number. Raises UserError if there is none."""
+    """Return the first record that can be read, and its number: of the first ones, and of the first of each block.
+
+    Raises UserError if there is none.
+    """
     failures: list[BaseException] = []
-    for record in range(min(store.blocks.num_records, _TRIED_RECORDS)):
+    firsts = [*range(min(store.blocks.num_records, _TRIED_RECORDS)), *store.blocks.first_record[:-1].tolist()]
+    for record in dict.fromkeys(firsts[: 2 * _TRIED_RECORDS]):
         found = try_read(store, record, record + 1)
         if isinstance(found, dict):
             return record, found

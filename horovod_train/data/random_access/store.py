@@ -215,16 +215,19 @@ def raise_if_of_the_system(error: BaseException, record: str) -> None:
 
 
 @contextmanager
-def opening(path: str, kind: str) -> Iterator[None]:
-    """Raise UserError, or ReadFailed, in a block that opens a file by a library, which may raise anything."""
+def opening(where: str, kind: str) -> Iterator[None]:
+    """Raise UserError, or ReadFailed, in a block that reads a file by a library, which may raise anything.
+
+    where: the path, after the setting that names it if the caller knows it.
+    """
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        raise_if_of_the_system(error, path)
+        raise_if_of_the_system(error, where)
         reason = one_line(getattr(error, "strerror", None) or error).rstrip(".") or type(error).__name__
-        raise UserError(f"{path}: cannot be read as {kind}: {reason}.") from error
+        raise UserError(f"{where}: cannot be read as {kind}: {reason}.") from error
 
 
 def try_read(store: Store, first: int, last: int) -> Arrays | list[bytes] | BaseException:

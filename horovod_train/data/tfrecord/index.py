@@ -71,6 +71,10 @@ class ScannedFile(NamedTuple):
     """Why nothing after those blocks is read: which record, at which byte; "" for a complete file."""
 
 
+_KINDS = [str, int, int, str, str, str]
+"""Of the fields of a ScannedFile."""
+
+
 class Extents(NamedTuple):
     """The blocks of one file, int64 arrays: first byte, bytes, records. In a packed file, bytes once it is unpacked."""
 
@@ -357,6 +361,8 @@ def load_entries(place: Path) -> Entries:
                 return {}
             edges = np.cumsum(facts["blocks"])[:-1]
             columns = zip(*(np.split(saved[key], edges) for key in Extents._fields), strict=True)
+            if any(list(map(type, row)) != _KINDS for row in facts["files"]):
+                return {}
             rows = zip(itertools.starmap(ScannedFile, facts["files"]), columns, strict=True)
             return {file.path: (file, Extents(*column)) for file, column in rows}
     except Exception:  # a damaged zip file raises nearly any error; the files are then scanned again

@@ -1,7 +1,7 @@
 """Read this process's rank, the number of ranks and where they meet from the variables of many launchers.
 
 CONVENTIONS lists them: a launcher is added by a line there. TF_CONFIG is JSON, so `_read_tf_config` reads it. Does not
-know horovodrun, mpirun and srun, whose ranks meet in other ways; see launcher. Does not connect; see rendezvous.
+read the variables of horovodrun, mpirun and srun; see launcher. Does not connect; see rendezvous.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _CHIEF = ("chief", "master")
 
 @dataclass(frozen=True)
 class Meeting:
-    """A rank, and where all ranks meet. Which ranks share a host is known once they have met, see rendezvous."""
+    """A rank, and where all ranks meet; see rendezvous."""
 
     launcher: str
     rank: int
@@ -131,6 +131,11 @@ class Meeting:
     """Those of a SLURM step, by the names that SLURM has for them; others tell theirs when they meet."""
     host: int = 0
     """Of `hosts`, which is this rank's."""
+
+    @property
+    def is_slurm_step(self) -> bool:
+        """Whether SLURM brought the tasks to their hosts, and knows the addresses of these."""
+        return bool(self.hosts)
 
     @property
     def here(self) -> str:

@@ -12,8 +12,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,18 +98,6 @@ def parent_has_ended() -> bool:
 @functools.cache
 def _first_parent() -> int:
     return os.getppid()
-
-
-@contextmanager
-def environment_kept(of: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-    """Undo what a block changes in the environment. of: which variables."""
-    before = {name: value for name, value in os.environ.items() if of(name)}
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if of(name) and name not in before]:
-            del os.environ[name]
-        os.environ |= before
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.conventions import Meeting, is_loopback
-from horovod_train.distributed.launch.launcher import TOKEN, environment_kept
+from horovod_train.distributed.launch.launcher import TOKEN
 from horovod_train.distributed.launch.rendezvous_server import (
     Relay,
     StepServer,
@@ -35,7 +35,7 @@ from horovod_train.distributed.launch.rendezvous_server import (
     token,
 )
 from horovod_train.errors import FailedElsewhere, RunError, UserError
-from horovod_train.host import boot_id
+from horovod_train.host import boot_id, environment_kept
 from horovod_train.output.console import to_stderr
 from horovod_train.shown_text import listed
 
@@ -199,9 +199,9 @@ def _open_server(step: Meeting, address: str) -> StepServer:
     """Return a running server at `address`, or at all of this host's if others reach it by one that it does not have.
 
     A host behind a translated address has another one, and one whose name resolves to a loopback address, too. Of a
-    step `address` is its own in any case.
+    SLURM step `address` is its own in any case.
     """
-    if not step.is_one_host and not step.hosts:
+    if not step.is_one_host and not step.is_slurm_step:
         is_own = not is_loopback(address) and network.interface_of(address) is not None
         address = address if is_own else _ALL
     for port in _ports(step):
@@ -381,7 +381,7 @@ def _address_of_root(step: Meeting) -> str:
     """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
     if step.is_one_host:
         return "127.0.0.1"
-    if not step.hosts:
+    if not step.is_slurm_step:
         return _resolve(step.root, step)
     address = _address_of(step.root)
     if step.host == 0 and (address.startswith("127.") or network.interface_of(address) is None):
@@ -427,7 +427,7 @@ def _address_now(step: Meeting, address: str) -> str:
 
     A pod that Kubernetes replaces has another one, which is known only in a while.
     """
-    if not step.is_one_host and not step.hosts:
+    if not step.is_one_host and not step.is_slurm_step:
         with suppress(OSError):
             return socket.gethostbyname(step.root)
     return address
@@ -463,7 +463,7 @@ def _choose_interface(step: Meeting, root: str) -> str:
         peer = _address_of(step.hosts[1 if step.host == 0 else 0])
     address = _own_address_towards(peer)
     # The address of this host's own name, as in Debian's /etc/hosts.
-    if is_loopback(address) and not step.is_one_host and not step.hosts:
+    if is_loopback(address) and not step.is_one_host and not step.is_slurm_step:
         address = network.outside_address()
     if (name := network.interface_of(address)) is None:
         raise RunError(

@@ -84,7 +84,7 @@ def prepare_token(step: Meeting) -> None:
             raise UserError(f"{TOKEN_FILE}={name}: is empty; it must hold the secret that all ranks have.")
         if os.environ.get(TOKEN, _private_token) != _private_token:
             raise UserError(f"{TOKEN} and the file {TOKEN_FILE}={name} hold different secrets. Unset one of them.")
-    elif step.is_one_host and not step.hosts and step.size > 1 and not os.environ.get(TOKEN):
+    elif step.is_one_host and not step.is_slurm_step and step.size > 1 and not os.environ.get(TOKEN):
         _private_token = own_token(users_folder())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -272,6 +273,25 @@ def test_a_bit_that_has_changed_in_a_parquet_page_with_a_checksum_is_noticed(tmp
     load = open_records(config(path), "train").source.open()
     assert not load(0).faults
     assert "CRC checksum verification failed" in str(load(1).faults)
+
+
+def test_records_are_described_by_the_first_that_can_be_read(tmp_path: Path) -> None:
+    """Of a later block, or where bad records are skipped of a later file."""
+    numbers = np.arange(1000, 1300)
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    for name, rows in (("a", 150), ("b", 300)):
+        pa.parquet.write_table(pa.table({"x": numbers}), tmp_path / f"{name}.parquet", rows, **options)
+    damaged = {}
+    for name in "ab":
+        content = bytearray((tmp_path / f"{name}.parquet").read_bytes())
+        content[content.index(numbers[3:5].tobytes())] ^= 1
+        damaged[name] = tmp_path / f"{name}-damaged.parquet"
+        damaged[name].write_bytes(content)
+    assert open_records(config(damaged["a"]), "train").num_records == 300
+    alone = config(damaged["b"], on_bad_record="skip")
+    assert "none of its first records can be read" in refusal(alone)
+    others = dataclasses.replace(alone, train=(str(damaged["b"]), str(tmp_path / "a.parquet")))
+    assert open_records(others, "train").num_records == 600
 
 
 def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_path: Path) -> None:

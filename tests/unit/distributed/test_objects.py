@@ -114,6 +114,8 @@ def header(text: str) -> bytes:
         header(json.dumps({"array": ["object", [1]]})) + bytes(8),
         header(json.dumps({"bytes": -5})) + b"abcde",
         header(json.dumps({"tuple": 3})),
+        header(json.dumps({"dict": [[1, 2]]})),
+        header(json.dumps({"number": {"array": ["float32", [1]]}})) + bytes(4),
         header(json.dumps({"a": 1, "b": 2})),
         pickle.dumps({"a": 1}),
     ],

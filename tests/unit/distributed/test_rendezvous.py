@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import json
 import random
 import socket
 import threading
@@ -19,7 +20,15 @@ from strangers import messages
 from horovod_train.distributed.launch import key_value_store, network, rendezvous_server
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import TOKEN
-from horovod_train.distributed.launch.rendezvous import _address_of_root, _choose_interface, _is_root
+from horovod_train.distributed.launch.rendezvous import (
+    _HERE,
+    Place,
+    _address_of_root,
+    _choose_interface,
+    _is_root,
+    _report,
+    find_places,
+)
 from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, NEWS_BYTES, Relay, StepServer
 from horovod_train.errors import RunError
 
@@ -268,6 +277,18 @@ ELSEWHERE = "198.51.100.1"
 )
 def test_root_listens_at_one_address_where_the_others_find_it(nodes: tuple[str, ...], node: int, address: str) -> None:
     assert _address_of_root(step_on(nodes, node)) == address
+
+
+def test_tasks_of_a_slurm_step_get_their_places_by_its_names_of_hosts() -> None:
+    """On one machine, whose own name and boot id all of them have."""
+    hosts = ("n1", "n2")
+    tasks = [(0, 2, 0), (1, 2, 0), (0, 1, 1)]
+    ranks = [
+        Meeting("srun", rank, 3, "n1", None, "7.0.0", local_rank, local_size, False, hosts, host)
+        for rank, (local_rank, local_size, host) in enumerate(tasks)
+    ]
+    arrivals = [json.loads(_report(rank).removeprefix(_HERE)) for rank in ranks]
+    assert find_places(arrivals) == [Place("n1", 0, 2, 0, 2), Place("n1", 1, 2, 0, 1), Place("n2", 0, 1, 1, 2)]
 
 
 def refuse_route(host: str) -> str:
