@@ -7,6 +7,7 @@ another l2, so that the runs must differ. By hand: `mpirun -np 2 python … /tmp
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import keras
 import numpy as np
 import user_hooks
 import yaml
+from conftest import split_records
 from facts import leave
 
 from horovod_train import main
@@ -37,11 +39,13 @@ from differential_random import case_of  # noqa: E402
 
 OUT = Path(sys.argv[1])
 BATCH, EPOCHS = 16, 3
-FORMS = ("arrays", "TFRecords", "mixture", "fold", "stream")
+FORMS = ("arrays", "TFRecords", "damaged", "mixture", "fold", "stream")
+DAMAGED = (5, *range(32, 48), 77)
+"""The bad records of the 100 in damaged TFRecords. In the order of the files a step has no others."""
 FIRST_ROWS = 30
 """Of the 100, in a mixture; they come twice in an epoch."""
-LEAST_STEPS = EPOCHS * 5
-"""With a fold, which leaves 75 rows."""
+LEAST_STEPS = EPOCHS * 4
+"""With a fold, which leaves 75 rows, and data.drop_remainder."""
 MOST_STARTS = 12
 PLATEAU = {"name": "ReduceLROnPlateau", "options": {"monitor": "loss", "factor": 0.5, "patience": 1, "min_delta": 0.1}}
 STOPPING = {"name": "EarlyStopping", "options": {"monitor": "loss", "patience": 1, "min_delta": 0.2}}
@@ -62,6 +66,17 @@ def write_records() -> None:
         names = ["--inputs", *inputs, *sorted(features.keys() & {"w"}), *(["--targets", *targets] if targets else [])]
         words = ["--file", str(OUT / f"{data}.npz"), "--out", str(OUT / data), "--shards", "3", *names]
         assert main.main(["prepare", "npz", *words]) == 0
+        damage(shutil.copytree(OUT / data, OUT / f"{data}-damaged"))
+
+
+def damage(folder: Path) -> None:
+    """Change a bit in each of the records that are to be bad."""
+    number = itertools.count()
+    for path in sorted((folder / "train").glob("*.tfrecord")):
+        records = [bytearray(record) for record in split_records(path.read_bytes())]
+        for record in records:
+            record[20] ^= next(number) in DAMAGED
+        path.write_bytes(b"".join(records))
 
 
 def read_as(form: str, case: Case) -> dict[str, Any]:
@@ -73,6 +88,7 @@ def read_as(form: str, case: Case) -> dict[str, Any]:
     forms: dict[str, dict[str, Any]] = {
         "arrays": {"train": path, "eval": path, **names},
         "TFRecords": {"train": records, "eval": records, **names},
+        "damaged": {"train": f"{OUT}/{case.data}-damaged/train", "eval": records, "on_bad_record": "skip", **names},
         "mixture": {"train": mixture, "eval": path, **names},
         "fold": {"train": path, "eval": path, "fold": "2/4", **names},
         "stream": {"dataset": {"name": "user_streams:of_arrays", "options": {"path": path, **names}}},
@@ -111,6 +127,7 @@ def drawn(seed: int) -> Drawn:
             "cache": some(0.2, "memory"),
             "audit": some(0.3, True),
             "on_bad_record": some(0.2, "skip"),
+            "steps_per_epoch": some(0.7, 4, 9),
         },
         "train": {
             "clip_norm": some(0.15, 0.5),
@@ -153,10 +170,13 @@ def drawn(seed: int) -> Drawn:
 
 def _leave_out_what_does_not_go_together(settings: dict[str, Any], form: str) -> None:
     synchronization = settings["train"].get("synchronization")
+    data = settings["data"]
     if form == "stream":
-        settings["data"] = {}
-    elif not settings["data"]["shuffle"]:
-        settings["data"].pop("shuffle_window", None)
+        settings["data"] = {key: value for key, value in data.items() if key == "steps_per_epoch"}
+    else:
+        data.pop("steps_per_epoch", None)
+    if not data["shuffle"]:
+        data.pop("shuffle_window", None)
     if synchronization == "local":
         settings["horovod"] = {}
         settings["train"].pop("non_finite", None)
