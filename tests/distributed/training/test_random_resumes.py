@@ -10,9 +10,9 @@ from conftest import HANGS_AFTER_S, RankFacts
 pytestmark = pytest.mark.exhaustive
 
 IN_ONE_LAUNCH = 10
-REFUSED = (7, 20, 23, 30)
-"""Seeds that draw settings which do not go together, or figures that a model does not show."""
-SEEDS = [seed for seed in range(35) if seed not in REFUSED]
+LEFT_OUT = (7, 20, 23, 25, 30)
+"""Seeds that draw settings which do not go together, figures that a model does not show, or an end before a stop."""
+SEEDS = [seed for seed in range(35) if seed not in LEFT_OUT]
 
 
 def found(rank_facts: RankFacts, *words: object) -> dict[str, Any]:
