@@ -11,7 +11,6 @@ import math
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from io import BufferedReader
 from typing import BinaryIO, NamedTuple
@@ -20,7 +19,14 @@ import numpy as np
 
 from horovod_train.config.paths import is_remote
 from horovod_train.data.files import check_regular, fits, left_out_note, loose_files
-from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks, opening
+from horovod_train.data.random_access.store import (
+    FileStore,
+    Request,
+    check_lengths,
+    even_blocks,
+    opening,
+    raise_if_of_the_system,
+)
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, RemoteFile, Storage
 from horovod_train.errors import UserError, reading
@@ -72,8 +78,19 @@ class NumpyArrays(FileStore):
         if self.path not in self.stamps:  # a folder
             return ""
         with reading(self.path), _opened(self.path, self._storage) as file, zipfile.ZipFile(file) as archive:
-            bad = [name for name in archive.namelist() if not _matches_checksum(archive, name)]
-        return f"{self.path}: damaged: {listed(bad)} does not match its checksum. Make it again." if bad else ""
+            bad = [name for name in archive.namelist() if not self._matches_checksum(archive, name)]
+        does = "does not match its checksum" if len(bad) == 1 else "do not match their checksums"
+        return f"{self.path}: damaged: {listed(bad)} {does}. Make it again." if bad else ""
+
+    def _matches_checksum(self, archive: zipfile.ZipFile, name: str) -> bool:
+        try:
+            with archive.open(name) as member:
+                while member.read(1 << 20):
+                    pass
+        except Exception as error:  # a damaged member raises nearly any error
+            raise_if_of_the_system(error, f"{self.path}: {name}")
+            return False
+        return True
 
     def read(self, first: int, last: int) -> Arrays:
         for path in self.stamps:
@@ -82,16 +99,6 @@ class NumpyArrays(FileStore):
             name: array.read(first, last) if isinstance(array, _Rows) else array[first:last]
             for name, array in self._arrays.items()
         }
-
-
-def _matches_checksum(archive: zipfile.ZipFile, name: str) -> bool:
-    try:
-        with archive.open(name) as member:
-            while member.read(1 << 20):
-                pass
-    except (zipfile.BadZipFile, zlib.error, EOFError):
-        return False
-    return True
 
 
 def refuse_one_array(path: str, request: Request) -> NumpyArrays:

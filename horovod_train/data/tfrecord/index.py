@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -71,8 +71,7 @@ class ScannedFile(NamedTuple):
     """Why nothing after those blocks is read: which record, at which byte; "" for a complete file."""
 
 
-_KINDS = [str, int, int, str, str, str]
-"""Of the fields of a ScannedFile."""
+_KINDS = [*get_type_hints(ScannedFile).values()]
 
 
 class Extents(NamedTuple):

@@ -138,6 +138,11 @@ class Meeting:
         return bool(self.hosts)
 
     @property
+    def root_is_looked_up(self) -> bool:
+        """Whether the address of root's host is what its name resolves to: it is not loopback, and not SLURM's."""
+        return not self.is_one_host and not self.is_slurm_step
+
+    @property
     def here(self) -> str:
         """The name of this rank's host."""
         return self.hosts[self.host] if self.hosts else socket.gethostname()

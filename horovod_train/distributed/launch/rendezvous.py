@@ -201,7 +201,7 @@ def _open_server(step: Meeting, address: str) -> StepServer:
     A host behind a translated address has another one, and one whose name resolves to a loopback address, too. Of a
     SLURM step `address` is its own in any case.
     """
-    if not step.is_one_host and not step.is_slurm_step:
+    if step.root_is_looked_up:
         is_own = not is_loopback(address) and network.interface_of(address) is not None
         address = address if is_own else _ALL
     for port in _ports(step):
@@ -381,7 +381,7 @@ def _address_of_root(step: Meeting) -> str:
     """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
     if step.is_one_host:
         return "127.0.0.1"
-    if not step.is_slurm_step:
+    if step.root_is_looked_up:
         return _resolve(step.root, step)
     address = _address_of(step.root)
     if step.host == 0 and (address.startswith("127.") or network.interface_of(address) is None):
@@ -427,7 +427,7 @@ def _address_now(step: Meeting, address: str) -> str:
 
     A pod that Kubernetes replaces has another one, which is known only in a while.
     """
-    if not step.is_one_host and not step.is_slurm_step:
+    if step.root_is_looked_up:
         with suppress(OSError):
             return socket.gethostbyname(step.root)
     return address
@@ -463,7 +463,7 @@ def _choose_interface(step: Meeting, root: str) -> str:
         peer = _address_of(step.hosts[1 if step.host == 0 else 0])
     address = _own_address_towards(peer)
     # The address of this host's own name, as in Debian's /etc/hosts.
-    if is_loopback(address) and not step.is_one_host and not step.is_slurm_step:
+    if is_loopback(address) and step.root_is_looked_up:
         address = network.outside_address()
     if (name := network.interface_of(address)) is None:
         raise RunError(

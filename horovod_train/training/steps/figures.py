@@ -89,7 +89,7 @@ class Figures:
         return [state.path for state, kind in zip(self._states, self._kinds, strict=True) if kind == "other"]
 
     @property
-    def sums(self) -> list[tf.Variable]:
+    def floating(self) -> list[tf.Variable]:
         """Those of the states that a non-finite pass must not poison."""
         return [variable for variable in self.variables if variable.dtype.is_floating]
 
@@ -101,7 +101,7 @@ class Figures:
         numbers = flat_logs(logs) if self._means else {}
         for name, mean in self._means.items():
             number = tf.reduce_mean(tf.cast(numbers[name], tf.float64))
-            mean.update_state(tf.where(weight > 0, number, 0.0), weight)  # of a row that does not count it may be NaN
+            mean.update_state(tf.where(weight > 0, number, 0.0), weight)  # a row that does not count may give NaN
 
     def count(self, records: int) -> None:
         """Between compiled calls: note that so many more records are in the states; move sums into float64 in time."""
@@ -136,9 +136,8 @@ class Figures:
         kept = self._added() if keep else None
         self._combine(group)
         values = {name: _part(metric.result(), source) for name, (metric, source) in self._sources.items()}
-        values |= {
-            name: math.nan for name, mean in self._means.items() if not mean.count.numpy()
-        }  # 0 could be the best
+        unseen = [name for name, mean in self._means.items() if not mean.count.numpy()]
+        values |= dict.fromkeys(unseen, math.nan)  # Keras' 0 could count as the best
         self._reset()
         self._moved, self._records, self._has_steps = None, 0, False
         for variable, value in zip(self.variables, self._aside or (), strict=self._aside is not None):

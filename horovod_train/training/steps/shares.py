@@ -50,7 +50,10 @@ class Rows:
         return self.group.sum_in_step(tf.reduce_sum(batch.real), name)
 
     def unless_empty(self, total: tf.Tensor, act: Callable[[], T], leave_out: Callable[[], T]) -> T:
-        """In a compiled step: act if it has a record, as `total` has returned; all ranks do the same."""
+        """In a compiled step: call `act` if it has records, else `leave_out`; the same on all ranks.
+
+        total: the number of records, from `total`.
+        """
         return tf.cond(total > 0, act, leave_out, name=IF_ANY) if self.are_counted else act()
 
 

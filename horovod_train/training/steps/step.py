@@ -254,7 +254,7 @@ class TrainStep:
 
     def _leave_out(self) -> tf.Tensor:
         """Count a step without any record, which changes nothing. Return whether this rank has failed for good."""
-        for key in self.update.variables:  # of the step that has been traced before: an optimizer may apply twice
+        for key in self.update.variables:  # tf.cond traces a step with records first: each `apply` of it counts
             path, _, _ = key.partition("#")
             only_count(self.update.optimizers.by_path[path])
         self.state.synchronization.leave_out(self.state.step.assign_add(1))
@@ -468,7 +468,7 @@ class TrainStep:
         if self.max_skips_in_a_row or self.state.synchronization.delay:
             forward_state = self.forward_state.variables
             contexts.enter_context(restored_if_nonfinite(forward_state, self.state.finite(forward_state)))
-            contexts.enter_context(restored_if_nonfinite(self.figures.variables, self.figures.sums))
+            contexts.enter_context(restored_if_nonfinite(self.figures.variables, self.figures.floating))
         return contexts
 
 
