@@ -12,7 +12,6 @@ import argparse
 import atexit
 import errno
 import importlib
-import io
 import json
 import os
 import platform
@@ -46,7 +45,15 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.errors import AlreadySaid, FailedElsewhere, ReadFailed, RunError, UserError, one_line
 from horovod_train.output import logs
-from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
+from horovod_train.output.console import (
+    check_written,
+    let_go,
+    make_streams_unfailing,
+    path_to_stdout,
+    to_stderr,
+    to_stdout,
+    traceback_to_stderr,
+)
 
 COMMANDS = {
     "init": ("horovod_train.commands.init", "look at your data and write a config for it, to begin with"),
@@ -163,7 +170,10 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         if name in IMPORT_USERS_CODE:
             logs.choose_backend()
     with _root_speaks_first(), logs.to_console(_rank() == 0, show=to_stderr):
-        return int(module.run(arguments))
+        exit_code = int(module.run(arguments))
+    if exit_code == 0:
+        check_written()
+    return exit_code
 
 
 def _train(argv: Sequence[str]) -> int:
@@ -184,10 +194,12 @@ def _train(argv: Sequence[str]) -> int:
             config, data_folder = place_digits(config, origins)
         if arguments.print_config:
             to_stdout(dump(config, origins).rstrip("\n"))
+            check_written()
             return 0
         output_dir = require_output_dir(config)
         if arguments.print_output_dir:
-            sys.stdout.buffer.write(os.fsencode(output_dir) + b"\n")  # as a script opens it, whatever the locale
+            path_to_stdout(output_dir)
+            check_written()
             return 0
         if is_first_run:
             if launch.rank == 0:
@@ -296,9 +308,7 @@ def entry() -> None:
     there for its thread, up to a minute, with the interpreter locked. Registered first, so called after Horovod's end.
     """
     exit_code = 0
-    for stream in (sys.stdout, sys.stderr):  # a locale that knows ASCII only would lose lines, or end us by them
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    make_streams_unfailing()
 
     @atexit.register
     def end_if_failed() -> None:

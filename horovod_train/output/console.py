@@ -1,22 +1,25 @@
 """Standard output and error that never fail: a run continues if the disk is full or the reader has exited.
 
-Text that cannot be written is lost, because there is no place to report it. Lines, tables and bars quote files,
-libraries and users: none gives orders to the terminal or shows a password. For the run's own files see files.
+A command, whose result its text is, ends with an error in place of that. Lines, tables and bars quote files, libraries
+and users: none gives orders to the terminal or shows a password. For the run's own files see files.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
+from horovod_train.errors import RunError
 from horovod_train.shown_text import printable, without_secrets
 
 T = TypeVar("T")
@@ -28,6 +31,13 @@ def to_stdout(line: str) -> None:
 
 def to_stderr(line: str) -> None:
     _write_line(sys.stderr, line)
+
+
+def path_to_stdout(path: str) -> None:
+    """Write a path as a script opens it, whatever the locale."""
+    stream: Any = sys.stdout
+    stream.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
+    stream.write(f"{path}\n")
 
 
 def traceback_to_stderr(error: BaseException) -> None:
@@ -43,28 +53,66 @@ def _write_line(stream: TextIO, line: str) -> None:
 
 def unfailing(stream: TextIO) -> TextIO:
     """Return a stream whose failing writes and flushes do nothing."""
-    return cast(TextIO, _Unfailing(stream))
+    return stream if isinstance(stream, _Unfailing) else cast(TextIO, _Unfailing(stream))
 
 
 class _Unfailing:
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream, self.failure = stream, ""
+        """Why text was lost, if the reader has not just exited."""
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # ValueError: closed
+        with self._noting():
             try:
-                self._stream.write(text)
+                self.stream.write(text)
             except UnicodeEncodeError:  # as where the locale knows ASCII only
-                encoding = self._stream.encoding
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                encoding = self.stream.encoding
+                self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.flush()
+        with self._noting():
+            self.stream.flush()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:  # closed
+            pass
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self.failure = self.failure or str(error.strerror)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
+
+
+def make_streams_unfailing() -> None:
+    """Make the streams of a program unfailing, and open those that are closed, to nothing; call it first.
+
+    The next file that is opened would get the number of a closed one, and what libraries write to the console.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, this one
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115  as long as we
+            setattr(sys, name, nowhere)
+    for stream in (sys.stdout, sys.stderr):  # a locale that knows ASCII only would lose lines, or end us by them
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
+
+
+def check_written() -> None:
+    """Raise RunError if text was lost on standard output, which is the result of a command."""
+    sys.stdout.flush()
+    if isinstance(sys.stdout, _Unfailing) and sys.stdout.failure:
+        raise RunError(f"standard output: cannot be written: {sys.stdout.failure}. What was written is not whole.")
 
 
 def let_go() -> None:
@@ -72,7 +120,8 @@ def let_go() -> None:
 
     Otherwise Python tries again at exit and, if it cannot write, ends with exit code 120.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for shown in (sys.stdout, sys.stderr):
+        stream = shown.stream if isinstance(shown, _Unfailing) else shown
         try:
             stream.flush()
         except (OSError, ValueError):

@@ -46,6 +46,62 @@ def test_words_that_are_lost_do_not_change_how_a_process_ends(listener: str) -> 
     os.close(stream)
 
 
+COMMANDS: list[list[str]] = [
+    ["settings", "loss"],
+    ["settings", "--json-schema"],
+    ["slurm", "--config", "{config}", "--nodes", "1", "--time", "01:00:00"],
+    [
+        "kubernetes",
+        "--config",
+        "{config}",
+        "--image",
+        "an/image",
+        "--output-dir",
+        "/data/run",
+        "--volume",
+        "claim:/data",
+    ],
+    ["--config", "{config}", "--print-config"],
+    ["--config", "{config}", "--print-output-dir"],
+]
+
+
+def run_command(words: list[str], tmp_path: Path, shell: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the project in a shell that does this with its streams."""
+    config = Path(__file__).parents[3] / "configs" / "digits_convnet.yaml"
+    command = [sys.executable, "-m", "horovod_train", *(word.format(config=config) for word in words)]
+    return subprocess.run(
+        ["sh", "-c", shell, "sh", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_command_whose_result_is_not_whole_says_so_and_fails(words: list[str], tmp_path: Path) -> None:
+    ended = run_command(words, tmp_path, '"$@" > /dev/full')
+    why = "error: standard output: cannot be written: No space left on device. What was written is not whole.\n"
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(why), ended.stderr
+
+
+@pytest.mark.parametrize("words", COMMANDS[1:3], ids=" ".join)
+def test_a_command_whose_reader_has_seen_enough_ends_well(words: list[str], tmp_path: Path) -> None:
+    ended = run_command(words, tmp_path, '{ "$@"; echo $? >&2; } | true')
+    assert ended.stderr.endswith("\n0\n") or ended.stderr == "0\n", ended.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_nothing(closed: str, tmp_path: Path) -> None:
+    """Nor does a file get the number of one, into which libraries write."""
+    whole = run_command(["settings", "loss"], tmp_path, '"$@"').stdout
+    ended = run_command(["settings", "loss"], tmp_path, f'"$@" {closed}')
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == ("" if " >&-" in f" {closed}" else whole)
+    script = "from horovod_train.output import console\nconsole.make_streams_unfailing()\nfile = open('new', 'w')\n"
+    command = [sys.executable, "-c", f"{script}assert file.fileno() > 2\nimport os\nos.write(1, b'lost')"]
+    subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], cwd=tmp_path, check=True)
+    assert (tmp_path / "new").read_text() == ""
+
+
 class Written(io.RawIOBase):
     """Keeps what each write to it had."""
 
