@@ -46,7 +46,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease. machine and started distinguish processes with the same host name and pid."""
+    """The process that holds a lease. machine and started distinguish processes with the same host name and pid.
+
+    folder: the inode of the run directory, which a copy of it does not have; 0: not known.
+    """
 
     host: str
     pid: int
@@ -55,6 +58,7 @@ class Holder:
     machine: str
     started: str
     token: str
+    folder: int = 0
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
@@ -160,17 +164,19 @@ def open_lease(
 ) -> Lease:
     """Take the lease of a run directory, which must exist; without one (not root) return a lease of nothing.
 
-    A lease that is stale, or whose process has died, is taken over with a warning. A lease from another host, or one
-    that looks stale because a clock was set, may be of a live run. It is watched until it is refreshed or stale: for at
-    least two refreshes, however old it looks, and at most stale_s. job: the scheduler's name for this job.
+    A lease that is stale, or whose process has died, is taken over with a warning. A lease from another host or another
+    folder, or one that looks stale because a clock was set, may be of a live run. It is watched until it is refreshed
+    or stale: for at least two refreshes, however old it looks, and at most stale_s. job: the scheduler's name for this
+    job.
 
     Raises InUse if another run has the directory, UserError if the lease cannot be written.
     """
     if directory is None:
         return Lease()
-    path, mine = directory / NAME, describe_me(job)
-    probe = directory / f".{NAME}.{mine.token}"
+    path = directory / NAME
     with must_be_writable(path):
+        mine = describe_me(job, directory)
+        probe = directory / f".{NAME}.{mine.token}"
         try:
             refreshed = _acquire(path, probe, mine, stale_s, refresh_s)
         except PermissionError as error:
@@ -197,12 +203,11 @@ def _of_another_user(path: Path) -> UserError:
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     """Return who holds a run directory, when its lease was last refreshed, and whether the holder's process lives.
 
-    Holder None: the file names none. Process None: it is on another machine. Raises OSError.
+    Holder None: the file names none. Process None: see _is_running. Raises OSError.
     """
     with _opened(directory / NAME, os.O_RDONLY) as descriptor:
         holder, refreshed = _read(descriptor), os.fstat(descriptor).st_mtime
-    is_here = holder is not None and holder.machine == describe_me("").machine
-    return holder, refreshed, is_running(holder.pid, holder.started) if holder and is_here else None
+    return holder, refreshed, _is_running(holder, directory)
 
 
 def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> float:
@@ -231,17 +236,16 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
             silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s)
             name = str(holder or UNNAMED)
-            is_here = holder is not None and holder.machine == mine.machine
-            has_died = holder is not None and is_here and not is_running(holder.pid, holder.started)
+            runs_here = _is_running(holder, path.parent)
             has_changed = watched not in (None, (holder, refreshed_ns))
             is_silent = silent_s > stale_s and not has_changed and waited_s > 2 * refresh_s
-            is_stale = has_died or is_silent
+            is_stale = runs_here is False or is_silent
             if is_stale and _replace(path, lease, refreshed_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
-                how = "has ended" if has_died else f"has not refreshed it for {silent_s:.0f} s"
+                how = "has ended" if runs_here is False else f"has not refreshed it for {silent_s:.0f} s"
                 log.warning(f"{path} was held by {name}, which {how}. This run takes over.")
                 return now
-            is_fresh = has_changed or (is_here and silent_s <= stale_s)
+            is_fresh = has_changed or (bool(runs_here) and silent_s <= stale_s)
             if (is_fresh and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
                 raise InUse(
                     f"output_dir: {path.parent} is in use by another run: {name}. Stop that run, or choose another "
@@ -327,7 +331,7 @@ def _read(descriptor: int) -> Holder | None:
 def _parse(text: bytes) -> Holder | None:
     try:
         content = parse_json(text)
-        return Holder(**{field.name: content[field.name] for field in fields(Holder)})
+        return Holder(**{field.name: content[field.name] for field in fields(Holder) if field.name in content})
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -343,16 +347,33 @@ def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def describe_me(job: str) -> Holder:
-    """Return this process as a holder. job: the scheduler's name for its job."""
+def describe_me(job: str, directory: Path) -> Holder:
+    """Return this process as the holder of a run directory. job: the scheduler's name for its job."""
     pid = os.getpid()
     return Holder(
         host=socket.gethostname(),
         pid=pid,
         job=job,
         since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # Containers on one host number their processes separately.
-        machine=f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}",
+        machine=_machine(),
         started=start_ticks(pid) or "",
         token=secrets.token_hex(8),
+        folder=directory.stat().st_ino,
     )
+
+
+def _machine() -> str:
+    """Return what numbers the processes: containers on one host do so separately."""
+    return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _is_running(holder: Holder | None, directory: Path) -> bool | None:
+    """Return whether a holder's process holds this directory; None if that cannot be known here.
+
+    It runs on another machine, or its lease is one of another folder, of which this is a copy.
+    """
+    if holder is None or holder.machine != _machine():
+        return None
+    if not is_running(holder.pid, holder.started):
+        return False
+    return True if holder.folder in (0, directory.stat().st_ino) else None

@@ -173,7 +173,7 @@ def test_a_line_that_is_being_written_waits_for_its_end(run: Run) -> None:
 def lose_lease(run: Run) -> None:
     """As of a process that has been killed."""
     run.lease.close()
-    about = dataclasses.asdict(dataclasses.replace(describe_me(""), started="1"))
+    about = dataclasses.asdict(dataclasses.replace(describe_me("", run.folder), started="1"))
     (run.folder / "lease.json").write_text(json.dumps(about))
 
 

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def told(directory: Path) -> dict[str, Any]:
 
 def leave(directory: Path, *, age_s: float = 0, **changes: Any) -> None:
     """A lease as a run on another host leaves it, whose last sign of life is `age_s` old."""
-    other = dataclasses.replace(describe_me("33"), host="node12", machine="another", **changes)
+    other = dataclasses.replace(describe_me("33", directory), host="node12", machine="another", **changes)
     written = directory / "written"
     written.write_text(json.dumps(dataclasses.asdict(other)))
     os.utime(written, (time.time() - age_s,) * 2)
@@ -185,10 +186,35 @@ def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(
 
 
 def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_path: Path) -> None:
-    me = describe_me("")
+    me = describe_me("", tmp_path)
     (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(me, started="1"))))
     open_lease(tmp_path).close()
     (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(me)))
+    with pytest.raises(InUse, match="in use"):
+        open_lease(tmp_path)
+
+
+def test_the_lease_in_a_copy_of_a_folder_in_use_is_nobodys(tmp_path: Path, said: list[str]) -> None:
+    """Its process lives, and refreshes the other one. In a moved folder it still refreshes this one."""
+    original, copy, moved = tmp_path / "original", tmp_path / "copy", tmp_path / "moved"
+    original.mkdir()
+    held = open_lease(original)
+    shutil.copytree(original, copy)
+    assert read_lease(original)[2] is True
+    assert read_lease(copy)[2] is None
+    open_lease(copy, stale_s=1, refresh_s=0.1).close()
+    assert "which has not refreshed it for" in said[-1]
+    original.rename(moved)
+    with pytest.raises(InUse, match="in use"):
+        open_lease(moved)
+    moved.rename(original)
+    held.close()
+
+
+def test_a_lease_of_a_version_that_noted_no_folder_is_that_of_its_process(tmp_path: Path) -> None:
+    about = dataclasses.asdict(describe_me("", tmp_path))
+    del about["folder"]
+    (tmp_path / "lease.json").write_text(json.dumps(about))
     with pytest.raises(InUse, match="in use"):
         open_lease(tmp_path)
 
@@ -295,7 +321,7 @@ def test_a_lease_that_another_has_just_replaced_is_not_replaced_again(tmp_path: 
     with lease._opened(path) as looked_at:
         refreshed_ns = path.stat().st_mtime_ns
         held = open_lease(tmp_path, refresh_s=0.1)
-        assert not lease._replace(path, looked_at, refreshed_ns, tmp_path / "probe", describe_me(""))
+        assert not lease._replace(path, looked_at, refreshed_ns, tmp_path / "probe", describe_me("", tmp_path))
     assert held.is_ours()
     held.close()
 
