@@ -266,7 +266,8 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     Raises DivergedError, on all ranks, where loss or gradients are no longer finite; RunError if root cannot save.
     """
     state, parts, stopping = run.state, run.parts, run.stopping
-    step, batches = int(state.step), _remaining_batches(run)
+    step = first_step = int(state.step)
+    batches = _remaining_batches(run)
     requested, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
     run.group.heartbeat.phase("compile")
     run.group.heartbeat.set_probe(parts.train_step.phase_variable)
@@ -280,7 +281,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
         requested = stopping.vote() if ended else None
     while step < parts.last_step and not ended:
         sync_step = state.synchronization.next_sync_step(step)
-        if requested and step == sync_step:
+        if requested and step in (sync_step, first_step):  # as it was saved, it can be left
             break
         last_step = min(parts.last_step, sync_step if requested else parts.last_step)
         hook_step = min((hook.next_step(step) for hook in hooks), default=last_step)

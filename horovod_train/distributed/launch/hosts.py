@@ -205,7 +205,7 @@ def run_agent() -> int:
         to_stderr(f"error: {order['program'][0]}: {error.strerror} on {socket.gethostname()}.")
         return UserError.exit_code
     threading.Thread(target=_pass_on, args=(ranks,), daemon=True).start()
-    code = judge(ranks.wait(), ranks.kind, asked_by=0).code
+    code = judge(ranks.wait(), ranks.kind, asked_by=ranks.asked_by).code
     return 1 if code == SSH_LOST else code  # ssh ends with that where it does not reach a host
 
 

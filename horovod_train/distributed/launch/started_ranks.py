@@ -303,8 +303,11 @@ class StartedRanks:
     def __init__(self, processes: Sequence[Started]) -> None:
         self.kind = processes[0].kind
         self._processes, self._began = processes, time.monotonic()
+        self.asked_by = 0
+        """The first signal that was sent to them."""
 
     def send(self, number: int) -> None:
+        self.asked_by = self.asked_by or number
         for started in self._processes:
             started.send(number)
 

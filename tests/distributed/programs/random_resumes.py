@@ -17,6 +17,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -28,7 +29,9 @@ from facts import leave
 from horovod_train import main
 from horovod_train.config.settings import Config
 from horovod_train.distributed.start import start
+from horovod_train.training import run as training
 from horovod_train.training.hooks import at
+from horovod_train.training.hooks import evaluate as evaluating
 from horovod_train.training.stopping import StopReason
 
 group = start(Config().horovod, Config().device)
@@ -106,6 +109,10 @@ class Drawn(NamedTuple):
     """How it is interrupted, by step."""
     steps_per_call: list[int]
     """By start."""
+    stops_at_once: list[bool]
+    """By start: whether a signal comes before its first step."""
+    in_evaluation: int | None
+    """The evaluation, from 1, at whose beginning a signal comes; one that is made up for counts again."""
 
 
 def drawn(seed: int) -> Drawn:
@@ -165,7 +172,14 @@ def drawn(seed: int) -> Drawn:
     _leave_out_what_does_not_go_together(settings, form)
     steps = draw.sample(range(1, LEAST_STEPS), draw.randint(1, 3))
     interruptions = {step: draw.choice(["stop", "kill", "signal"]) for step in steps}
-    return Drawn(name, form, settings, interruptions, [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)])
+    steps_per_call = [draw.choice([1, 3, 10]) for _ in range(MOST_STARTS)]
+    if form in ("TFRecords", "damaged"):
+        settings["data"] |= some(0.3, {"stage_dir": str(OUT / "staged")}, otherwise={})
+    settings["train"] |= some(0.2, {"max_steps": 10}, otherwise={})
+    settings["eval"] |= some(0.3, {"batch_size_per_rank": 7}, otherwise={})
+    at_once = some(0.3, *range(1, 4))
+    stops_at_once = [number == at_once for number in range(MOST_STARTS)]
+    return Drawn(name, form, settings, interruptions, steps_per_call, stops_at_once, some(0.3, 1, 2, 3))
 
 
 def _leave_out_what_does_not_go_together(settings: dict[str, Any], form: str) -> None:
@@ -218,41 +232,61 @@ def train(config: dict[str, Any], run_dir: Path, steps_per_call: int) -> int:
     return main.main(["--config", str(path), "--output-dir", str(run_dir)])
 
 
-def train_in_parts(
-    config: dict[str, Any], run_dir: Path, interruptions: dict[int, str], steps_per_call: list[int]
-) -> tuple[list[int], list[int]]:
+def ask_to_stop(on_rank: int) -> None:
+    if on_rank % group.size == RANK:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_in_parts(config: dict[str, Any], run_dir: Path, drawn: Drawn) -> tuple[list[int], list[int]]:
     """Train until a start ends by itself; return the exit code of each start, and on root where some were stopped."""
-    left = dict(interruptions)
-    killed = run_dir.with_name(f"{run_dir.name}-killed")
+    left = dict(drawn.interruptions)
+    killed, is_killed = run_dir.with_name(f"{run_dir.name}-killed"), False
+    evaluations = itertools.count(1)
+    begin, evaluate_all = evaluating.begin_callbacks, evaluating._evaluate_all
 
     def interrupt(run: Any, step: int) -> Any:
+        nonlocal is_killed
         how = left.pop(step, None)
+        is_killed = is_killed or how == "kill"
         if how == "kill" and RANK == 0:
             run.store.wait()
             # A tracker's thread renames its partial files meanwhile.
             ignored = shutil.ignore_patterns("lease.json", "*.partial")
             shutil.copytree(run_dir, killed, symlinks=True, ignore=ignored)
         if how == "signal":
-            if step % run.group.size == RANK:
-                os.kill(os.getpid(), signal.SIGTERM)
+            ask_to_stop(on_rank=step)
             return None
         return StopReason("that is enough", restartable=True) if how else None
 
+    def evaluate_and_stop(*arguments: Any) -> Any:
+        if next(evaluations) == drawn.in_evaluation:
+            ask_to_stop(on_rank=1)
+        return evaluate_all(*arguments)
+
+    def begin_and_stop(run: Any) -> None:
+        begin(run)
+        if drawn.stops_at_once[len(codes)]:
+            ask_to_stop(on_rank=0)
+
     codes: list[int] = []
     stops: list[int] = []
-    for number, per_call in enumerate(steps_per_call):
+    for per_call in drawn.steps_per_call:
+        is_killed = False
         vars(user_hooks)["interrupted"] = at(sorted(left), interrupt)
-        before = dict(left)
         hooks = ["user_hooks:interrupted"] if left else []
-        disturbed = {"train": {**config["train"], "l2": 0.5}} if number and "--disturbed" in sys.argv else {}
-        codes.append(train({**config, "hooks": hooks, **disturbed}, run_dir, per_call))
+        disturbed = {"train": {**config["train"], "l2": 0.5}} if codes and "--disturbed" in sys.argv else {}
+        with (
+            mock.patch.object(training, "begin_callbacks", begin_and_stop),
+            mock.patch.object(evaluating, "_evaluate_all", evaluate_and_stop),
+        ):
+            codes.append(train({**config, "hooks": hooks, **disturbed}, run_dir, per_call))
         signal.alarm(0)
-        if RANK == 0 and killed.exists():
+        if RANK == 0 and is_killed:
             shutil.rmtree(run_dir)
             killed.rename(run_dir)
         elif RANK == 0 and codes[-1] == 75:
             stops.append(json.loads((run_dir / "summary.json").read_text())["steps"])
-        if before == left:
+        if codes[-1] != 75 and not is_killed:
             break
     return codes, stops
 
@@ -286,15 +320,16 @@ def outcome(run_dir: Path, left_out: list[int]) -> dict[str, Any]:
 
 def differences(seed: int) -> dict[str, Any]:
     """Train whole and in parts; return what was drawn, the exit codes, and on root what differs."""
-    case, form, settings, interruptions, steps_per_call = drawn(seed)
-    config = config_of(case, form, settings)
-    told: dict[str, Any] = {"case": case, "form": form, "settings": settings, "interruptions": interruptions}
+    all_drawn = drawn(seed)
+    settings = all_drawn.settings
+    config = config_of(all_drawn.case, all_drawn.form, settings)
+    told: dict[str, Any] = all_drawn._asdict()
     whole, parts = OUT / f"{seed}-whole", OUT / f"{seed}-parts"
     told["whole"] = train(config, whole, 10)
     signal.alarm(0)
     if told["whole"]:
         return told
-    told["codes"], stops = train_in_parts(config, parts, interruptions, steps_per_call)
+    told["codes"], stops = train_in_parts(config, parts, all_drawn)
     if RANK == 0:
         one, other = outcome(whole, stops), outcome(parts, stops)
         if "patience" not in settings["early_stopping"]:
