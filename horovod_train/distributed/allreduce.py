@@ -128,13 +128,19 @@ def named_by_call(collective: Collective) -> Collective:
 
 
 def mean_with_fractions(collective: Collective) -> Collective:
-    """Return a collective of Horovod that gives means of integers as float64; Horovod drops their fractions."""
+    """Return a collective of Horovod that gives means of integers as float64; Horovod drops their fractions.
+
+    Those are not compressed, as Horovod compresses no integers: float16 would make infinity of 70 000.
+    """
     signature = inspect.signature(collective)
     (first, *_) = signature.parameters
 
-    def as_fractions(value: Any) -> Any:
+    def is_integer(value: Any) -> bool:
         dtype = getattr(value, "dtype", None)
-        return tf.cast(value, tf.float64) if dtype is not None and tf.as_dtype(dtype).is_integer else value
+        return dtype is not None and tf.as_dtype(dtype).is_integer
+
+    def as_fractions(value: Any) -> Any:
+        return tf.cast(value, tf.float64) if is_integer(value) else value
 
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +148,10 @@ def mean_with_fractions(collective: Collective) -> Collective:
         bound.apply_defaults()
         given = bound.arguments
         if given["op"] == hvd.Average or (given["op"] is None and given.get("average") is not False):
-            given[first] = tf.nest.map_structure(as_fractions, given[first])
+            before = given[first]
+            given[first] = tf.nest.map_structure(as_fractions, before)
+            if "compression" in given and any(map(is_integer, tf.nest.flatten(before))):
+                given["compression"] = hvd.Compression.none
         return collective(**given)
 
     return call  # type: ignore[return-value]

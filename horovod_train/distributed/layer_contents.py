@@ -71,14 +71,22 @@ def how_built(model: keras.Model) -> dict[str, str]:
     These are the order of layers and the options of Keras' own, but for those that are settings of a run: what is
     trained, and in which precision.
     """
-    options: dict[str, str] = {}
-    layers = [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
-    for layer in layers:
-        if is_of_keras(layer) and (text := _options(layer, left_out=("seed", "trainable", "dtype"))) is not None:
+    order = digest("\n".join(layer.path for layer in _layers_with_paths(model)).encode())
+    return options(model, left_out=("seed", "trainable", "dtype")) | {"order of layers": order}
+
+
+def options(model: keras.Model, left_out: Collection[str]) -> dict[str, str]:
+    """Return digests of the options of Keras' own layers, but for some names of options, by name."""
+    found: dict[str, str] = {}
+    for layer in _layers_with_paths(model):
+        if is_of_keras(layer) and (text := _options(layer, left_out)) is not None:
             name = f"{OPTIONS} of layer {layer.path}"
-            options[name] = digest((options.get(name, "") + text).encode())
-    order = digest("\n".join(layer.path for layer in layers).encode())
-    return options | {"order of layers": order}
+            found[name] = digest((found.get(name, "") + text).encode())
+    return found
+
+
+def _layers_with_paths(model: keras.Model) -> list[Any]:
+    return [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:

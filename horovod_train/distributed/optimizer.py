@@ -27,7 +27,7 @@ from horovod_train.distributed.allreduce import (
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.sync_batch_norm import parts_in
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import take_class
+from horovod_train.keras_seams import require_tensorflow, take_class, weights_of
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
@@ -35,9 +35,9 @@ COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 SMALL_BYTES = 1 << 20
 """Dense gradients that have no more bytes in all are exchanged as one tensor; see GradientExchange.combine_each."""
 
-Apply = Callable[[Any, Sequence[Any], Sequence[Any] | None], None]
-"""(optimizer, gradients, their variables if the caller knows them): combines the gradients over the ranks and gives
-them to `optimizer.apply_combined`."""
+Apply = Callable[[Any, Sequence[Any], Sequence[Any]], None]
+"""(optimizer, gradients, their variables): combines the gradients over the ranks and gives them to
+`optimizer.apply_combined`."""
 
 
 class _Distributed:
@@ -110,10 +110,12 @@ def distribute(optimizer: Any, apply: Apply) -> None:
     XLA cannot compile the exchange: in `model.fit` the callback BroadcastGlobalVariablesCallback switches XLA off,
     elsewhere UserError is raised when the step is traced.
 
-    Raises UserError for an optimizer that is already distributed, and under the mixed_float16 policy for one that is
-    not a LossScaleOptimizer. Keras would wrap that one in a LossScaleOptimizer that checks on each rank whether *its*
-    gradients are finite; ranks with different answers would wait for each other forever.
+    Raises UserError for an optimizer that is already distributed, under another backend of Keras, and under the
+    mixed_float16 policy for one that is not a LossScaleOptimizer. Keras would wrap that one in a LossScaleOptimizer
+    that checks on each rank whether *its* gradients are finite; ranks with different answers would wait for each other
+    forever.
     """
+    require_tensorflow("DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         advice = f" Give keras.optimizers.get({optimizer!r})." if isinstance(optimizer, str) else ""
         kind = type(optimizer).__name__
@@ -171,10 +173,29 @@ def _distributed(base: type, apply_distributed: Apply) -> type:
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             self.count_apply()
             # As Keras takes them: any iterables, which are read more than once here.
-            variables = None if trainable_variables is None else list(trainable_variables)
-            apply_distributed(self, list(grads), variables)
+            gradients = list(grads)
+            variables = variables_of(self, gradients) if trainable_variables is None else list(trainable_variables)
+            apply_distributed(self, gradients, variables)
+
+        def __reduce__(self) -> Any:
+            raise UserError(
+                f"{self.name} is distributed, which no copy of it would be. Copy or pickle the optimizer that is not, "
+                "and distribute the copy: DistributedOptimizer(copy)."
+            )
 
     return Distributed
+
+
+def variables_of(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Return the variables that `apply` means if it names none. Raises UserError if it cannot mean them."""
+    variables = weights_of(optimizer) if optimizer.built else []
+    if len(variables) != len(gradients):
+        built = f"is built for {len(variables)}" if optimizer.built else "is not built"
+        raise UserError(
+            f"DistributedOptimizer: apply got {len(gradients)} gradients without variables, and {optimizer.name} "
+            f"{built}. Give it the variables: optimizer.apply(grads, model.trainable_variables)."
+        )
+    return variables
 
 
 @dataclass(frozen=True)

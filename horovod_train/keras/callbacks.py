@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import key_of, name_of
-from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize
+from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
@@ -32,7 +32,7 @@ from horovod_train.keras.fit import (
     switch_off_xla,
 )
 from horovod_train.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
-from horovod_train.keras_seams import weights_of_slots
+from horovod_train.keras_seams import require_tensorflow, weights_of_slots
 from horovod_train.shown_text import listed
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of
 from horovod_train.tensorflow.broadcasting import broadcast_variables
@@ -95,6 +95,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
+        require_tensorflow(type(self).__name__)
         super().__init__()
         self.root_rank, self._device = root_rank, device
         self._local_keys = {
@@ -122,9 +123,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._optimizers = list({id(part): part for part in parts if part is not None}.values())
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
-        self._end_epoch = EndEpoch()
-        self._has_warned = False
-        callbacks.append(self._end_epoch)
+        self._end_epoch, self._has_warned = EndEpoch(callbacks), False
         for callback in callbacks:
             if isinstance(callback, BestModelCheckpoint):
                 callback.root_rank = self.root_rank
@@ -361,11 +360,11 @@ def _as_numbers(value: Any) -> np.ndarray | None:
 
 
 def _check_contents(model: keras.Model, root_rank: int) -> None:
-    """Collective: raise UserError on all ranks if layers of Keras hold another vocabulary, table or constant on one.
+    """Collective: raise UserError on all ranks if layers of Keras have other options on one, or hold something else.
 
     By position, because Keras numbers the names of layers in each process.
     """
-    held = contents(model, of_keras_only=True)
+    held = contents(model, of_keras_only=True) | options(model, left_out=("seed", "trainable", "name"))
     with exchanging("the start of model.fit"):
         given = objects.gather([list(held), list(held.values())], "fit.contents")
     names, of_root = given[root_rank]
@@ -373,8 +372,8 @@ def _check_contents(model: keras.Model, root_rank: int) -> None:
         if len(values) == len(of_root) and values != of_root:
             name = next(name for name, *both in zip(names, values, of_root, strict=True) if both[0] != both[1])
             raise UserError(
-                f"model.fit: rank {rank} has another {name} than rank {root_rank}, so that the same record is another "
-                "input there. Adapt the layer on the same records on all ranks, or give it what root's has."
+                f"model.fit: ranks {root_rank} and {rank} differ in {name}, so that they compute something else of the "
+                "same record. Give the layer the same on all ranks; adapt it on the same records, or to root's."
             )
 
 

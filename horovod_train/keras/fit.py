@@ -53,17 +53,20 @@ def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
 
 
 class EndEpoch(keras.callbacks.Callback):
-    """Ends an epoch after so many batches, as if its data ended there; the callback that adds it sets `batches`.
+    """Ends an epoch after so many batches, as if its data ended there; the callback that makes it sets `batches`.
 
-    It stands at the end of the list, so that all callbacks have seen the last batch. Not `model.stop_training`, after
-    which Keras cannot begin another epoch of a PyDataset.
+    It puts itself at the end of the list, so that all callbacks have seen the last batch. Not `model.stop_training`,
+    after which Keras cannot begin another epoch of a PyDataset. At the end of training it gives the list back as it
+    was: a CallbackList of the user's may be given to another `fit`.
     """
 
     batches: int | None = None
     """Of this epoch; None: all."""
 
-    def __init__(self) -> None:
+    def __init__(self, callbacks: list[keras.callbacks.Callback]) -> None:
         super().__init__()
+        self._callbacks, self._given = callbacks, list(callbacks)
+        callbacks.append(self)
         self._filters = ExitStack()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -75,6 +78,9 @@ class EndEpoch(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._filters.close()
         self.batches = None
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._callbacks[:] = self._given
 
 
 def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:

@@ -120,7 +120,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate from initial_lr / size to initial_lr over warmup_epochs, a little at each batch.
 
     At batch b of epoch e: initial_lr / size * ((size - 1) * (e + (b + 1) / steps_per_epoch) / warmup_epochs + 1), from
-    Goyal et al. 2017 (arXiv:1706.02677), with Horovod's one batch ahead. verbose: 1 prints the end of it, on rank 0.
+    Goyal et al. 2017 (arXiv:1706.02677), with Horovod's one batch ahead; with steps_per_execution the rate of the last
+    batch of a compiled call is that of all. verbose: 1 prints the end of it, on rank 0.
     """
 
     def __init__(
@@ -133,7 +134,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch
-            position = epoch + 1 / self.steps_per_epoch
+            # At the last batch of the compiled call that begins here: nothing sets the rate after the last one.
+            ahead = self.model.steps_per_execution / self.steps_per_epoch
+            position = min(epoch + ahead, self._epoch + 1)
             return (position * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(

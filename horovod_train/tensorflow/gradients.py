@@ -20,7 +20,14 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_train.distributed.allreduce import in_turn, is_alone, make_outside_graphs, number_of_ranks, with_values
 from horovod_train.distributed.group import check_have_gradients, key_of
-from horovod_train.distributed.optimizer import OPS, Apply, GradientExchange, distribute, with_loss_scale
+from horovod_train.distributed.optimizer import (
+    OPS,
+    Apply,
+    GradientExchange,
+    distribute,
+    variables_of,
+    with_loss_scale,
+)
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
 from horovod_train.tensorflow.agreement import count_exchange, number_of
@@ -241,24 +248,18 @@ class GradientCombiner:
         return key_of(variable) in self.local_keys
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
-        """Collective among the ranks of the process set. variables: in the order of `grads`; None if not known.
-
-        Raises UserError if local variables or groups of variables cannot be told without `variables`.
-        """
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Collective among the ranks of the process set. variables: in the order of `grads`."""
         combined = list(grads)
         if not self.process_set.included():
             return combined
-        if variables is None and (self.local_keys or isinstance(self._groups, list)):
-            raise UserError(f"{self.owner}: local variables and groups need apply(grads, trainable_variables).")
-        variables = variables or [None] * len(combined)
-        local_indices = {i for i, variable in enumerate(variables) if variable is not None and self.is_local(variable)}
+        local_indices = {i for i, variable in enumerate(variables) if self.is_local(variable)}
         shared_indices = [i for i in range(len(combined)) if i not in local_indices]
         places = {i: place for place, i in enumerate(shared_indices)}  # ranks may have different local variables
         indices = [i for i in shared_indices if combined[i] is not None]
         # A tape may also differentiate by tensors, such as inputs, which differ by rank.
         by_inputs = [i for i in indices if isinstance(variables[i], tf.Tensor)]
-        of_weights = [i for i in indices if variables[i] is not None and i not in by_inputs]
+        of_weights = [i for i in indices if i not in by_inputs]
         weights = [variables[i] for i in of_weights]
         if by_inputs and not is_alone(self.process_set):
             _warn_of_inputs()
@@ -338,7 +339,7 @@ def _applying(combiner: GradientCombiner) -> Apply:
     """Return an Apply that leaves gradients as they are if a tape has combined them, and warns once."""
     has_warned = False
 
-    def apply(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
+    def apply(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         nonlocal has_warned
         gradients = [grad for grad in grads if grad is not None]
         # One that has been clipped since is a new tensor.
@@ -414,9 +415,8 @@ def _accumulating(base: type, passes: int, average: bool) -> type:
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             self.count_apply()  # here, because `apply` of the base is not called in each pass
-            if trainable_variables is None:
-                raise UserError("DistributedOptimizer: backward_passes_per_step needs apply(grads, variables).")
-            variables = list(trainable_variables)
+            grads = list(grads)
+            variables = variables_of(self, grads) if trainable_variables is None else list(trainable_variables)
             with tf.init_scope():
                 if not self.built:
                     self.build(variables)

@@ -190,9 +190,8 @@ class Update:
         finally:
             self.collected = None
 
-    def apply(self, path: str, optimizer: Any, local_gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
+    def apply(self, path: str, optimizer: Any, local_gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """In the compiled step: take the gradients that a model gives one of its optimizers."""
-        variables = weights_of(optimizer) if variables is None else variables
         gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
         if (factor := self.factor) is not None:
             gradients = [with_values(each, lambda values: values * tf.cast(factor, values.dtype)) for each in gradients]

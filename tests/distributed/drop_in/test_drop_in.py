@@ -265,6 +265,7 @@ def test_values_of_all_kinds_are_exchanged(ranks: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(ranks):
         assert facts["values"] == {
             "allreduce": [pytest.approx((size - 1) / 2), 1.0],
+            "mean_of_large_integers": 70_000 + (size - 1) / 2,
             "mean_of_integers": [pytest.approx((size - 1) / 2)] * 2,
             "sum_of_integers": [size * (size - 1) // 2],
             "summed": [float(size)],
@@ -302,6 +303,12 @@ def test_momentum_is_corrected_when_the_rate_changes(ranks: list[dict[str, Any]]
         assert np.max(np.abs(np.subtract(facts["corrected"], facts["uncorrected_by_hand"]))) > 1e-3
 
 
+def test_a_list_of_callbacks_that_fit_was_given_can_be_given_again(ranks: list[dict[str, Any]]) -> None:
+    """What stands in for some of them, such as TerminateOnNaN, is there for one `fit`."""
+    for facts in ranks:
+        assert facts["list_given_again"] == [[True, True]] * 2
+
+
 def test_a_model_goes_through_a_file_with_its_optimizer_and_trains_on(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert facts["loaded_slots"] == 0
@@ -322,10 +329,9 @@ def test_what_layers_hold_besides_weights_is_that_of_root_or_refused(rank_facts:
     """A Normalization that root has adapted, again before the second fit; vocabularies in another order."""
     for facts in rank_facts("derived", "srun", 2):
         assert max(facts[name] for name in ("weights", "outputs", "broadcast")) < 1e-5, facts
-        assert facts["refused"].startswith("model.fit: rank 1 has another ")
-        assert (
-            " of layer string_lookup than rank 0, so that the same record is another input there." in facts["refused"]
-        )
+        for refused, what in (("refused", "string_lookup"), ("refused options", "rescaling")):
+            assert facts[refused].startswith("model.fit: ranks 0 and 1 differ in "), facts
+            assert f" of layer {what}, so that they compute something else of the same record." in facts[refused]
 
 
 DISTRIBUTED_AT_LEAST = 250

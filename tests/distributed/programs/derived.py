@@ -65,11 +65,16 @@ words = np.array(["red", "blue", "green"] * 8)
 text = keras.Input((), dtype="string")
 lookup = keras.layers.StringLookup(vocabulary=sorted({*words.tolist()}, reverse=bool(rank)))
 model = keras.Model(text, keras.layers.Dense(1)(keras.layers.Embedding(5, 2)(lookup(text))))
-model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-try:
-    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(tf.data.Dataset.from_tensor_slices((words, np.zeros((24, 1)))).batch(6), verbose=0, callbacks=[callback])
-except UserError as error:
-    facts["refused"] = str(error)
+words_in_batches = tf.data.Dataset.from_tensor_slices((words, np.zeros((24, 1)))).batch(6)
+number = keras.Input((3,))
+scaled = keras.Model(number, keras.layers.Dense(1)(keras.layers.Rescaling(1.0 / (1 + rank))(number)))
+numbers_in_batches = tf.data.Dataset.from_tensor_slices((x[:24], y[:24])).batch(6)
+refused = (("refused", model, words_in_batches), ("refused options", scaled, numbers_in_batches))
+for name, model, data in refused:
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    try:
+        model.fit(data, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    except UserError as error:
+        facts[name] = str(error)
 
 leave(rank, facts)

@@ -443,6 +443,7 @@ facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as
 facts["values"] = {
     "allreduce": hvd.allreduce(np.array([rank, 1.0])).numpy(),
     "mean_of_integers": [float(hvd.allreduce(rank)), float(hvd_tf.grouped_allreduce([tf.constant(rank)])[0])],
+    "mean_of_large_integers": float(hvd_tf.allreduce(tf.constant(70_000 + rank), compression=hvd.Compression.fp16)),
     "sum_of_integers": hvd.allreduce(np.array([rank]), average=False).numpy(),
     "summed": hvd.allreduce(keras.Variable([1.0]), average=False).numpy(),
     "allgather": hvd.allgather([rank]).numpy(),
@@ -509,6 +510,20 @@ def by_hand(correction: bool) -> np.ndarray:
 corrected = hvd.callbacks.LearningRateScheduleCallback(0.02, lambda epoch: 1 + epoch, staircase=False)
 facts["corrected"] = weights(rates(keras.optimizers.SGD(0.02, momentum=0.9), corrected)[1])
 facts["corrected_by_hand"], facts["uncorrected_by_hand"] = by_hand(True), by_hand(False)
+
+# A list of callbacks that is given to `fit` twice; the losses of the last rank are not finite.
+callback_list = keras.callbacks.CallbackList(
+    [hvd.callbacks.BroadcastGlobalVariablesCallback(0), keras.callbacks.TerminateOnNaN()], add_history=True
+)
+given = list(callback_list.callbacks)
+facts["list_given_again"] = []
+for _ in range(2):
+    model = dense()
+    model.compile(distributed(), "mse")
+    callback_list.set_model(model)
+    x, y = batch(0, range(2))
+    model.fit(x[:8], y[:8] * (np.nan if rank == size - 1 else 1), batch_size=4, verbose=0, callbacks=callback_list)
+    facts["list_given_again"].append([bool(model.stop_training), callback_list.callbacks == given])
 
 # A model with its optimizer goes through a file, and trains on.
 path = str(OUT / f"model-{rank}.keras")

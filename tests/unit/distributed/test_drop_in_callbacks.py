@@ -34,7 +34,7 @@ def in_fit(monkeypatch: pytest.MonkeyPatch, steps_per_execution: int) -> Any:
     monkeypatch.setattr(agreement.guards, "end_epochs_together", True)
     callback: Any = BroadcastGlobalVariablesCallback()
     callback._model = SimpleNamespace(steps_per_execution=steps_per_execution)
-    callback._end_epoch, callback._has_warned = EndEpoch(), False
+    callback._end_epoch, callback._has_warned = EndEpoch([]), False
     return callback
 
 
@@ -113,12 +113,12 @@ class CountsBatches(keras.callbacks.Callback):
 
     def __init__(self, end_first_after: int | None = None) -> None:
         super().__init__()
-        self.end, self.end_first_after = EndEpoch(), end_first_after
+        self.end_first_after = end_first_after
         self.counts, self.planned = list[int](), list[int | None]()
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.callbacks = callbacks_of_fit()
-        self.callbacks.append(self.end)
+        self.end = EndEpoch(self.callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 0:
@@ -148,7 +148,7 @@ def test_the_batches_that_are_planned_for_an_epoch_that_resumes_are_those_that_i
 
 def test_rates_follow_the_batches_that_each_epoch_really_has() -> None:
     """The first ends after 4 of 8, the second has all, the third ends after 2."""
-    end = EndEpoch()
+    end = EndEpoch([])
     rates: list[float] = []
     callback: Any = LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
     callback.params, callback._callbacks, callback._set_rate = {"steps": 8}, [end], rates.append
@@ -164,6 +164,7 @@ def positions(schedule: Any, steps: int, *others: Any) -> list[float]:
     """Where in training the first batches of the second epoch are, for a schedule of `fit` with `steps` an epoch."""
     found: list[float] = []
     schedule.params, schedule._callbacks, schedule._set_rate = {"steps": steps}, list(others), found.append
+    schedule._model = SimpleNamespace(steps_per_execution=1)
     schedule.on_epoch_begin(1)
     for batch in range(2):
         schedule.on_train_batch_begin(batch)
@@ -180,9 +181,27 @@ def test_the_number_of_steps_that_a_script_gives_counts_for_rates(
         assert positions(schedule, 4) == expected
 
 
+@pytest.mark.parametrize(("per_call", "last"), [(1, 2), (2, 2), (3, 2)])
+def test_a_warmup_ends_at_its_last_rate_with_calls_of_several_batches_too(
+    monkeypatch: pytest.MonkeyPatch, per_call: int, last: float
+) -> None:
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 8)
+    found: list[float] = []
+    warmup: Any = LearningRateWarmupCallback(2.0, warmup_epochs=2)
+    warmup.params, warmup._set_rate = {"steps": 8}, lambda epoch: found.append(2.0 * warmup.multiplier(epoch))
+    warmup._model = SimpleNamespace(steps_per_execution=per_call)
+    for epoch in range(2):
+        warmup.on_epoch_begin(epoch)
+        for batch in range(0, 8, per_call):
+            warmup.on_train_batch_begin(batch)
+    assert found == sorted(found)
+    assert found[-1] == last
+    assert found[0] == pytest.approx(2 * (1 + 7 * per_call / 16) / 8)
+
+
 def test_rates_of_an_epoch_that_resumes_and_ends_early_follow_all_its_batches() -> None:
     """One was before, and three come of the seven that are left."""
-    end = EndEpoch()
+    end = EndEpoch([])
     end.batches = 3
     schedule = LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
     assert positions(schedule, 8, SimpleNamespace(batches_before=1), end) == [1.25, 1.5]
@@ -206,7 +225,7 @@ def test_momentum_is_corrected_unless_that_is_switched_off(
     optimizer.build([weight])
     (momentum,) = (variable for variable in optimizer.variables if variable.path.endswith("_momentum"))
     momentum.assign([3.0])
-    schedule._model, schedule.params = SimpleNamespace(optimizer=optimizer), {"steps": 1}
+    schedule._model, schedule.params = SimpleNamespace(optimizer=optimizer, steps_per_execution=1), {"steps": 1}
     rates, momenta = [0.0], [3.0]
     for epoch in range(2):
         schedule.on_epoch_begin(epoch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -126,9 +128,9 @@ def test_gradients_are_combined_unless_a_tape_has_combined_all_of_them(monkeypat
     of_tape, clipped = tf.ones(2), tf.ones(2)
     gradients._combined_by_tape[id(of_tape)] = of_tape
     apply = gradients._applying(cast(gradients.GradientCombiner, doubled))
-    apply(optimizer, [of_tape, clipped], None)
+    apply(optimizer, [of_tape, clipped], [])
     assert [grad.numpy().tolist() for grad in applied] == [[2.0, 2.0]] * 2
-    apply(optimizer, [of_tape], None)
+    apply(optimizer, [of_tape], [])
     assert applied[2] is of_tape
 
 
@@ -266,6 +268,49 @@ def test_dense_and_sparse_gradients_are_exchanged_on_the_device_that_is_given_fo
 
     combine.get_concrete_function()
     assert devices == {False: "1", True: of_sparse}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_without_variables_are_of_those_that_the_optimizer_is_built_for(
+    monkeypatch: pytest.MonkeyPatch, two_alike: list[list[Any]], passes: int
+) -> None:
+    """Else nothing would count their exchanges, nor compare the weights."""
+    counted: list[Any] = []
+    monkeypatch.setattr(gradients, "count_exchange", lambda weights, *_: counted.extend(weights))
+    optimizer: Any = hvd.DistributedOptimizer(SGD(1.0, name="sgd"), backward_passes_per_step=passes)
+    shared, local = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer.register_local_var(local)
+    with pytest.raises(UserError, match=r"apply got 2 gradients without variables, and sgd is not built\. Give it"):
+        optimizer.apply([tf.ones(1), tf.ones(1)])
+    optimizer.build([shared, local])
+    with pytest.raises(UserError, match=r"apply got 1 gradients without variables, and sgd is built for 2\. Give it"):
+        optimizer.apply([tf.ones(1)])
+    for _ in range(passes):
+        optimizer.apply([tf.ones(1), tf.ones(1)])
+    assert len(two_alike) == 1
+    assert [each is shared for each in counted] == [True]
+    assert (float(shared[0]), float(local[0])) == (1 - 2 * passes, 1 - passes / 2)
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_copy_of_a_distributed_optimizer_which_would_be_none_is_refused(copy_of: Any) -> None:
+    with pytest.raises(UserError, match=r"^sgd is distributed, which no copy of it would be\."):
+        copy_of(hvd.DistributedOptimizer(SGD(name="sgd")))
+
+
+@pytest.mark.parametrize(
+    ("make", "owner"),
+    [
+        (lambda: hvd.DistributedOptimizer(SGD()), "DistributedOptimizer"),
+        (hvd.callbacks.BroadcastGlobalVariablesCallback, "BroadcastGlobalVariablesCallback"),
+    ],
+)
+def test_another_backend_of_keras_which_would_exchange_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Any, owner: str
+) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(UserError, match=rf"^{owner}: Keras' backend is jax, whose gradients would not be exchanged\."):
+        make()
 
 
 class Around(keras.optimizers.Optimizer):
