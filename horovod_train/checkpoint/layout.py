@@ -39,6 +39,9 @@ FORMER_BEST = f"former-{BEST}-"
 """What links to former best ones begin with, before the name of each; these are never removed. After them the best was
 sought anew, because the value came to mean something else."""
 
+SAVED = "saved.json"
+"""File of a run directory that tells the step of the newest checkpoint, also when the checkpoints are gone."""
+
 STEP_NAME = r"step-\d{9,}"
 """Pattern of the names of checkpoints."""
 
@@ -462,7 +465,7 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         return ResumePoint(start, {})
     if checkpoint is None and damaged:
         _raise_all_damaged(folder, resume, damaged)
-    if checkpoint is None and (steps := steps_told(read_json(folder.parent / "summary.json"))):
+    if checkpoint is None and (steps := steps_told(folder.parent)):
         raise UserError(
             f"output_dir: {folder.parent} has the metrics of a run that came to step {steps}, but not its checkpoints, "
             f"and beginning there anew would remove them. Bring {folder} back, choose another --output-dir, or say so: "
@@ -471,10 +474,13 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     return ResumePoint(checkpoint, damaged)
 
 
-def steps_told(summary: Mapping[str, Any]) -> int:
-    """Return the steps that summary.json tells, which is written after the last checkpoint; 0 without one."""
-    steps = summary.get("steps")
-    return steps if isinstance(steps, int) else 0
+def steps_told(run_dir: Path) -> int:
+    """Return the steps that a run's files other than its checkpoints tell that it has saved; 0 without one.
+
+    These are summary.json, which is away while a run trains, and saved.json, which is not after a kill.
+    """
+    told = (read_json(run_dir / "summary.json").get("steps"), read_json(run_dir / SAVED).get("step"))
+    return max((steps for steps in told if isinstance(steps, int)), default=0)
 
 
 def _may_be_whole(damage: Damaged) -> bool:

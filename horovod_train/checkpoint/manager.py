@@ -25,6 +25,7 @@ from horovod_train.checkpoint.layout import (
     FORMER_BEST,
     MANIFEST,
     PREFIX,
+    SAVED,
     STEP_NAME,
     Checkpoint,
     Damaged,
@@ -39,11 +40,23 @@ from horovod_train.checkpoint.layout import (
 )
 from horovod_train.checkpoint.tensors import sync, write
 from horovod_train.errors import unusable
-from horovod_train.output.files import Artifact, check, remove, rename, replace
+from horovod_train.output.files import (
+    Artifact,
+    begins,
+    check,
+    json_text,
+    remove,
+    remove_drafts,
+    rename,
+    replace,
+    write_atomically,
+)
 
 _INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
 _CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
 _HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
+_SAVED_HEAD = '{"step": '
+_SAVED = Artifact("a run's newest step", re.escape(SAVED), content_matches=lambda path: begins(path, _SAVED_HEAD))
 _LINK = Artifact(
     "a link to a checkpoint",
     rf"\.?{BEST}|{FORMER_BEST}{STEP_NAME}",
@@ -146,6 +159,7 @@ class CheckpointStore(Store):
         self._failure: str | None = None
         self._said = ""
         self._unexpected_error: Exception | None = None
+        remove_drafts(folder.parent, _SAVED)
         try:
             self.checkpoints.clear_leftovers()
         except OSError as error:
@@ -194,6 +208,7 @@ class CheckpointStore(Store):
         except OSError as error:
             what = f"{path}: is from before the resume at step {step}, and cannot be renamed"
             raise unusable(what, error, "Choose another --output-dir.") from error
+        self._tell_newest()
         if best is not None:
             self._mark_best(best)
 
@@ -247,8 +262,20 @@ class CheckpointStore(Store):
         else:
             self._failure, self._said, self._last_whole = None, "", self.checkpoints.path_of(facts.step)
             self.given_up, self._failed_saves = None, 0
+            self._tell_newest()
             self._remove_old(facts)
             self.write_times.add(time.perf_counter() - self._began)
+
+    def _tell_newest(self) -> None:
+        """Write saved.json, or remove it if there is no checkpoint."""
+        path = self.checkpoints.folder.parent / SAVED
+        try:
+            if steps := steps_in(self.checkpoints.folder):
+                write_atomically(path, json_text({"step": steps[0]}) + "\n", _SAVED)
+            else:
+                remove(path, _SAVED)
+        except OSError as error:
+            log.warning(f"{path} cannot tell the newest checkpoint: {reason(error)}.")
 
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""

@@ -183,7 +183,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
         outcome = _judge(stories, summary, lambda: None)
     checkpoint, damaged = _last_good_checkpoint(run_dir)
-    is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(summary) > 0)
+    is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(run_dir) > 0)
     steps = [_last_step_in_metrics(run_dir), *(story.last_step for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
     followed = [rank for rank, story in stories.items() if rank != outcome.rank and _ended_by_another(story)]

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from horovod_train.shown_text import printable, without_secrets
 
 MAX_PAUSE_S = 60.0
 """The longest pause before a start. Starts that made progress are followed by the next one without a pause."""
+LOOK_EVERY_S = 10.0
+"""Between looks for a new checkpoint while ranks run."""
 CUT_OFF_S = WatchConfig().first_step_after_s
 """How long a rank that is cut off with its host may run before the watch ends it, where no config says so."""
 
@@ -280,6 +283,9 @@ class Supervisor:
     max_restarts: int
     _asked_by: int = 0
     _started: StartedRanks | None = None
+    _seen: int | None = None
+    """The step of the newest checkpoint that has been seen."""
+    _is_over: threading.Event = field(default_factory=threading.Event)
     _unlogged: list[str] = field(default_factory=list)
     """What was said before there was a log to write it to."""
 
@@ -287,6 +293,13 @@ class Supervisor:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
+        threading.Thread(target=self._keep_looking, daemon=True).start()
+        try:
+            return self._run()
+        finally:
+            self._is_over.set()
+
+    def _run(self) -> int:
         restarts, in_vain, waits, newest = 0, 0, 0, self._newest()
         has_run, in_use_since = False, math.inf
         while True:
@@ -299,7 +312,7 @@ class Supervisor:
                 return verdict.code
             if verdict.follows == "stop":
                 return self._stop(after, verdict.code)
-            before, newest = newest, self._newest(newest)
+            before, newest = newest, self._newest()
             if lost:  # else no rank has trained, as while hosts do not answer
                 in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
                 has_run, in_use_since = True, math.inf
@@ -329,8 +342,12 @@ class Supervisor:
     def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:
         """Start the ranks and wait; return what follows, after how many seconds, and how many ranks were lost.
 
-        0 are lost if the hosts had no room to start, or the run directory was in use.
+        0 are lost if the hosts had no room to start, the run directory was in use, or no checkpoint is there any more,
+        so that the run would begin anew, as on the disk below a mount that is lost.
         """
+        if self._seen is not None and not self._steps():
+            why = f"{self.program.run_dir} is gone, or its checkpoints; the newest was that of step {self._seen}"
+            return Verdict("again", 1, f"{why}; no ranks are started"), 0.0, 0
         command = self.program.first if is_first else self.program.later
         try:
             self._started = self.plan.start(command, self.ranks, self.min_ranks)
@@ -363,14 +380,24 @@ class Supervisor:
         while not self._asked_by and (left := end - time.monotonic()) > 0:
             time.sleep(min(0.1, left))
 
-    def _newest(self, known: int | None = None) -> int | None:
-        """Return the step of the newest checkpoint; `known` where the file system does not answer now."""
+    def _newest(self) -> int | None:
+        """Return the step of the newest checkpoint that has been seen. None is ever unseen."""
+        self._seen = next(iter(self._steps()), self._seen)
+        return self._seen
+
+    def _steps(self) -> list[int]:
+        """Return the steps of the checkpoints that are there, newest first; [] too if they cannot be seen now."""
         if self.program.run_dir is None:
-            return None
+            return []
         try:
-            return next(iter(steps_in(self.program.run_dir / CHECKPOINTS)), None)
+            return steps_in(self.program.run_dir / CHECKPOINTS)
         except OSError:  # what has ended the ranks, often
-            return known
+            return []
+
+    def _keep_looking(self) -> None:
+        """Look while ranks run too: where the directory goes, and they with it, it is too late afterwards."""
+        while not self._is_over.wait(LOOK_EVERY_S):
+            self._newest()
 
     def _say(self, text: str) -> None:
         """Say it to the user, and to explain and report, once the run has a folder for its logs."""

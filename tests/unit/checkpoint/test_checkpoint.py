@@ -942,16 +942,40 @@ def test_the_best_of_before_stays_where_the_best_is_sought_anew(tmp_path: Path) 
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_unasked(tmp_path: Path) -> None:
-    """As after a scratch disk was cleared: its metrics would be lost too."""
-    run = Run(tmp_path / "run").save(1)
+    """As after a scratch disk was cleared: its metrics would be lost too. A killed run has no summary.json."""
+    run = Run(tmp_path / "run").save(1).save(2)
     (run.directory / "summary.json").write_text('{"steps": 184, "finished": true}')
-    assert run.found() == 1
+    assert run.found() == 2
     shutil.rmtree(run.folder)
-    with pytest.raises(UserError, match=r"came to step 184, but not its checkpoints.*or say so: --resume never"):
-        run.store.find("auto")
+    for step in (184, 2):
+        refused = rf"came to step {step}, but not its checkpoints.*or say so: --resume never"
+        with pytest.raises(UserError, match=refused):
+            run.store.find("auto")
+        (run.directory / "summary.json").unlink(missing_ok=True)
     assert run.store.find("never") is None
-    (run.directory / "summary.json").unlink()
+    run.store.rewind(0)
     assert run.store.find("auto") is None
+
+
+def test_the_newest_step_is_told_beside_the_checkpoints(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run").save(100).save(200)
+    saved = run.directory / "saved.json"
+    assert json.loads(saved.read_text()) == {"step": 200}
+    run.store.rewind(100)
+    assert json.loads(saved.read_text()) == {"step": 100}
+    draft = run.directory / ".saved.json.01234567.partial"
+    draft.write_text('{"st')
+    Run(tmp_path / "run")
+    assert not draft.exists()
+
+
+def test_a_file_of_the_users_with_that_name_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path / "run")
+    (run.directory / "saved.json").write_text("[]")
+    run.save(100)
+    assert run.found() == 100
+    assert (run.directory / "saved.json").read_text() == "[]"
+    assert "saved.json cannot tell the newest checkpoint: " in caplog.text
 
 
 def test_the_best_stays_where_a_run_goes_on_without_one_until_it_has_another(tmp_path: Path) -> None:
