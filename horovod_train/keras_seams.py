@@ -15,8 +15,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_train.errors import UserError
-
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Return what Keras' own `compile` was given, by argument; empty if it was not called.
@@ -71,15 +69,6 @@ def set_mask(value: Any, mask: tf.Tensor | None) -> None:
     """Give a tensor its mask again, which it loses where a tf.function returns it."""
     if mask is not None:
         value._keras_mask = mask
-
-
-def require_tensorflow(owner: str) -> None:
-    """Raise UserError if Keras computes with another backend, whose gradients Horovod's ops cannot exchange."""
-    if (backend := keras.backend.backend()) != "tensorflow":
-        raise UserError(
-            f"{owner}: Keras' backend is {backend}, whose gradients would not be exchanged. Set "
-            "KERAS_BACKEND=tensorflow before Keras is imported."
-        )
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:

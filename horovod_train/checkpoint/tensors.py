@@ -99,6 +99,11 @@ def load(
     try:
         arrays = read_arrays(checkpoint)
     except Damaged as error:
+        if not os.path.exists(checkpoint.folder):
+            raise UserError(
+                f"{checkpoint.folder}: has been removed while this run was built, as by a run that still trains there "
+                "and keeps its newest ones. Start again, or from a copy of the checkpoint."
+            ) from error
         raise UserError(f"{checkpoint.folder}: {error}.") from error
     why = f"with other settings: {'; '.join(f'{name} {change}' for name, change in changes.items())}" if changes else ""
     for name, variable in variables.items():

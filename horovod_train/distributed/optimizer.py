@@ -27,7 +27,7 @@ from horovod_train.distributed.allreduce import (
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.sync_batch_norm import parts_in
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import require_tensorflow, take_class, weights_of
+from horovod_train.keras_seams import take_class, weights_of
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
@@ -38,6 +38,15 @@ SMALL_BYTES = 1 << 20
 Apply = Callable[[Any, Sequence[Any], Sequence[Any]], None]
 """(optimizer, gradients, their variables): combines the gradients over the ranks and gives them to
 `optimizer.apply_combined`."""
+
+
+def require_tensorflow(owner: str) -> None:
+    """Raise UserError if Keras computes with another backend, whose gradients Horovod's ops cannot exchange."""
+    if (backend := keras.backend.backend()) != "tensorflow":
+        raise UserError(
+            f"{owner}: Keras' backend is {backend}, whose gradients would not be exchanged. Set "
+            "KERAS_BACKEND=tensorflow before Keras is imported."
+        )
 
 
 class _Distributed:

@@ -20,6 +20,7 @@ from horovod_train.distributed import objects
 from horovod_train.distributed.group import key_of, name_of
 from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options
 from horovod_train.distributed.objects import HOST
+from horovod_train.distributed.optimizer import require_tensorflow
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras.backup import check_not_elastic, restore_from_root
@@ -32,7 +33,7 @@ from horovod_train.keras.fit import (
     switch_off_xla,
 )
 from horovod_train.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
-from horovod_train.keras_seams import require_tensorflow, weights_of_slots
+from horovod_train.keras_seams import weights_of_slots
 from horovod_train.shown_text import listed
 from horovod_train.tensorflow.agreement import check_equal, digest, guards, members_of
 from horovod_train.tensorflow.broadcasting import broadcast_variables

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +26,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, form_group, start_process
 from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
 from horovod_train.distributed.watchdog.watch_thread import end_process
-from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
+from horovod_train.distributed.watchdog.watchdog import RunEnd, as_seconds, open_watchdog, stall_environment
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import RankLog
@@ -183,7 +182,7 @@ def _stall_environment(limits: WatchConfig) -> dict[str, str]:
     """Return Horovod's settings, with which it names exchanges that ranks wait in: before the watch begins, only it."""
     environment = stall_environment(limits)
     if environment:
-        environment["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(math.ceil(limits.warn_after_s))
+        environment["HOROVOD_STALL_CHECK_TIME_SECONDS"] = as_seconds(limits.warn_after_s)
     return environment
 
 

@@ -92,12 +92,17 @@ def stall_environment(limits: WatchConfig) -> dict[str, str]:
     """
     if not limits.enabled:
         return {}
-    longest_s = math.ceil(max(limits.stop_after_s, limits.first_step_after_s))
+    longest_s = max(limits.stop_after_s, limits.first_step_after_s)
     return {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(longest_s),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(longest_s + 60),
-        GLOO_TIMEOUT: str(math.ceil(limits.stop_after_s) + 30),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": as_seconds(longest_s),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": as_seconds(longest_s + 60),
+        GLOO_TIMEOUT: as_seconds(limits.stop_after_s + 30),
     }
+
+
+def as_seconds(limit_s: float) -> str:
+    """Return a limit as Horovod and gloo read it: whole seconds in 32 bits. Beyond them gloo ends the process."""
+    return str(math.ceil(min(limit_s, 2**31 - 1)))
 
 
 def _open_server(group: WorkerGroup) -> Server | None:

@@ -209,6 +209,9 @@ def test_weights_that_the_model_has_no_more_are_refused_unless_they_are_not_want
     assert np.all(kernel.numpy() == 0)
     load(variables, found, unwanted={"model/block1/kernel", "model/block2/kernel"})
     assert np.all(kernel.numpy() == 7)
+    shutil.rmtree(found.folder)
+    with pytest.raises(UserError, match=r"step-000000007: has been removed while this run was built, as by a run that"):
+        load(variables, found)
 
 
 # Damage.

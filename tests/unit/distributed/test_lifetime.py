@@ -16,7 +16,10 @@ from horovod_train.errors import RunError
 from horovod_train.tensorflow import lifetime
 
 
-@pytest.mark.parametrize(("watch_ranks", "seconds"), [(True, "60"), (WatchConfig(warn_after_s=7.5), "8")])
+@pytest.mark.parametrize(
+    ("watch_ranks", "seconds"),
+    [(True, "60"), (WatchConfig(warn_after_s=7.5), "8"), (WatchConfig(warn_after_s=3e9), "2147483647")],
+)
 def test_horovod_names_waiting_ranks_until_the_watch_does(
     monkeypatch: pytest.MonkeyPatch, watch_ranks: Any, seconds: str
 ) -> None:

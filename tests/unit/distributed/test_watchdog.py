@@ -35,7 +35,7 @@ from horovod_train.distributed.watchdog.watch_thread import (
     WatchThread,
     Worker,
 )
-from horovod_train.distributed.watchdog.watchdog import HostClaim, RunEnd, open_host_claim
+from horovod_train.distributed.watchdog.watchdog import HostClaim, RunEnd, open_host_claim, stall_environment
 from horovod_train.errors import AlreadySaid
 from horovod_train.output.rank_log import RankLog
 
@@ -476,3 +476,8 @@ def test_a_process_is_ended_though_nobody_reads_what_it_prints() -> None:
         process.stdin.write(b"f")
         process.stdin.flush()
         assert process.wait(300) == 5
+
+
+def test_limits_beyond_32_bits_are_the_longest_that_gloo_takes() -> None:
+    limits = stall_environment(WatchConfig(stop_after_s=3e9, first_step_after_s=1e18))
+    assert {int(seconds) for seconds in limits.values()} == {2**31 - 1}
