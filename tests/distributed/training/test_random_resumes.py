@@ -10,9 +10,10 @@ from conftest import HANGS_AFTER_S, RankFacts
 pytestmark = pytest.mark.exhaustive
 
 IN_ONE_LAUNCH = 10
-LEFT_OUT = (7, 20, 23, 25, 30)
+LEFT_OUT = (7, 20, 23, 25, 30, 32)
 """Seeds that draw settings which do not go together, figures that a model does not show, or an end before a stop."""
-SEEDS = [seed for seed in range(35) if seed not in LEFT_OUT]
+SEEDS = [*(seed for seed in range(35) if seed not in LEFT_OUT), 1373]
+"""In the last a signal comes before the first step of a start, with an evaluation left, and no average due."""
 
 
 def found(rank_facts: RankFacts, *words: object) -> dict[str, Any]:

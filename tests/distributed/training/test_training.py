@@ -105,7 +105,16 @@ def test_only_root_leaves_files(run_at: Callable[[str, int], tuple[Finished, Pat
     assert {path.name for path in run_dir.parent.iterdir()} == {"run"}
     found = {path.name for path in run_dir.iterdir()}
     # times.jsonl: if the run was long enough to be looked at.
-    always = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "metrics.prom", "summary.json", "tensorboard"}
+    always = {
+        "checkpoints",
+        "config.yaml",
+        "logs",
+        "metrics.jsonl",
+        "metrics.prom",
+        "saved.json",
+        "summary.json",
+        "tensorboard",
+    }
     assert found - {"times.jsonl"} == always
     assert len(list((run_dir / "tensorboard" / "train").iterdir())) == 1
     assert finished.stdout.count(f"Done training for {EPOCHS} epochs, {STEPS} steps") == 1
