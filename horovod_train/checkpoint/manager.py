@@ -45,6 +45,7 @@ from horovod_train.output.files import (
     begins,
     check,
     json_text,
+    must_be_writable,
     remove,
     remove_drafts,
     rename,
@@ -147,6 +148,8 @@ class CheckpointStore(Store):
         """is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
 
         max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
+
+        Raises UserError if there is a saved.json that no run has written.
         """
         self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
         self._max_failed_saves, self._failed_saves = max_failed_saves, 0
@@ -159,6 +162,8 @@ class CheckpointStore(Store):
         self._failure: str | None = None
         self._said = ""
         self._unexpected_error: Exception | None = None
+        with must_be_writable(folder.parent / SAVED):
+            check(folder.parent / SAVED, _SAVED)
         remove_drafts(folder.parent, _SAVED)
         try:
             self.checkpoints.clear_leftovers()

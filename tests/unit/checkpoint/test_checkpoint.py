@@ -972,13 +972,11 @@ def test_the_newest_step_is_told_beside_the_checkpoints(tmp_path: Path) -> None:
     assert not draft.exists()
 
 
-def test_a_file_of_the_users_with_that_name_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_the_users_with_that_name_is_not_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     (run.directory / "saved.json").write_text("[]")
-    run.save(100)
-    assert run.found() == 100
-    assert (run.directory / "saved.json").read_text() == "[]"
-    assert "saved.json cannot tell the newest checkpoint: " in caplog.text
+    with pytest.raises(UserError, match=r"saved\.json is not a run's newest step, and a run would replace it"):
+        Run(tmp_path / "run")
 
 
 def test_the_best_stays_where_a_run_goes_on_without_one_until_it_has_another(tmp_path: Path) -> None:
