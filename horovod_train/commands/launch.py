@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -285,6 +286,8 @@ class Supervisor:
     _started: StartedRanks | None = None
     _seen: int | None = None
     """The step of the newest checkpoint that has been seen."""
+    _had_directory: bool = False
+    """Whether the run directory has been seen."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _unlogged: list[str] = field(default_factory=list)
     """What was said before there was a log to write it to."""
@@ -342,12 +345,11 @@ class Supervisor:
     def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:
         """Start the ranks and wait; return what follows, after how many seconds, and how many ranks were lost.
 
-        0 are lost if the hosts had no room to start, the run directory was in use, or no checkpoint is there any more,
-        so that the run would begin anew, as on the disk below a mount that is lost.
+        0 are lost if the hosts had no room to start, the run directory was in use, or it is gone, so that the run would
+        begin anew, as on the disk below a mount that is lost.
         """
-        if self._seen is not None and not self._steps():
-            why = f"{self.program.run_dir} is gone, or its checkpoints; the newest was that of step {self._seen}"
-            return Verdict("again", 1, f"{why}; no ranks are started"), 0.0, 0
+        if gone := self._gone():
+            return Verdict("again", 1, f"{gone}; no ranks are started"), 0.0, 0
         command = self.program.first if is_first else self.program.later
         try:
             self._started = self.plan.start(command, self.ranks, self.min_ranks)
@@ -381,9 +383,20 @@ class Supervisor:
             time.sleep(min(0.1, left))
 
     def _newest(self) -> int | None:
-        """Return the step of the newest checkpoint that has been seen. None is ever unseen."""
+        """Look; return the step of the newest checkpoint that has been seen, now or before."""
+        run_dir = self.program.run_dir
+        self._had_directory |= run_dir is not None and os.path.isdir(run_dir)
         self._seen = next(iter(self._steps()), self._seen)
         return self._seen
+
+    def _gone(self) -> str:
+        """Return what is no longer there of what has been seen; "" if all is."""
+        run_dir = self.program.run_dir
+        if run_dir is not None and self._had_directory and not os.path.isdir(run_dir):
+            return f"{run_dir} is gone: removed, renamed or no longer mounted"
+        if self._seen is not None and not self._steps():
+            return f"the checkpoints of {run_dir} are gone, of which the newest was that of step {self._seen}"
+        return ""
 
     def _steps(self) -> list[int]:
         """Return the steps of the checkpoints that are there, newest first; [] too if they cannot be seen now."""

@@ -543,41 +543,44 @@ def test_fewer_ranks_have_two_starts_without_progress_again(tmp_path: Path, monk
     assert started == [3, 3, 2, 2, 1, 1]
 
 
-def test_no_ranks_are_started_while_the_checkpoints_that_were_there_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("lost", ["directory", "checkpoints"])
+def test_no_ranks_are_started_while_what_was_there_of_a_run_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lost: str
 ) -> None:
     """As on the disk below a mount that is lost: they would begin anew there."""
-    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_dir, checkpoints, elsewhere = tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    place = run_dir if lost == "directory" else checkpoints
     starts: list[bool] = []
     has_looked = threading.Event()
     look = Supervisor._newest
 
     def newest(supervisor: Supervisor) -> int | None:
         seen = look(supervisor)
-        if seen:
+        if supervisor._had_directory and (seen or lost == "directory"):
             has_looked.set()
         return seen
 
     def start(words: Sequence[str], *_: object) -> OneStart:
-        starts.append(run_dir.exists())
+        starts.append(checkpoints.exists())
         if len(starts) == 2:
             return OneStart(0, 0)
-        (run_dir / "checkpoints" / "step-000000460").mkdir(parents=True)
+        (checkpoints / "step-000000460").mkdir(parents=True)
         assert has_looked.wait(HANGS_AFTER_S)
-        run_dir.rename(elsewhere)
+        place.rename(elsewhere)
         return OneStart(1, 1)
 
     def come_back(supervisor: Supervisor, seconds: float) -> None:
         if seconds > 1:
-            elsewhere.rename(run_dir)
+            elsewhere.rename(place)
 
     monkeypatch.setattr("horovod_train.commands.launch.LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(Supervisor, "_newest", newest)
     monkeypatch.setattr(Supervisor, "_pause", come_back)
     assert supervise_by(start, PLAN, Program(["x"], ["x"], run_dir)) == 0
     assert starts == [False, True]
-    gone = f"launch: {run_dir} is gone, or its checkpoints; the newest was that of step 460; no ranks are started"
-    assert capfd.readouterr().err.count(gone) == 2
+    gone = "is gone: removed, renamed or no longer mounted" if lost == "directory" else "gone, of which the newest was"
+    said = re.findall(rf"^launch: .*{gone}.*; no ranks are started, after 0 s", capfd.readouterr().err, re.MULTILINE)
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(
