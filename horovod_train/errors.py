@@ -115,6 +115,23 @@ def unusable(what: str, error: OSError, advice: str) -> RunError:
     return kind(" ".join(filter(None, (f"{what}: {error.strerror or error}{where}.", then))))
 
 
+_REFUSED_PATHS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Ask its owner for access, or name another."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there, or name another."),
+    errno.EROFS: "Name another.",
+    errno.ENAMETOOLONG: "Give a shorter path.",
+}
+"""Numbers of errors with which the system refuses a path, and what to do. That a file is missing may be our mistake."""
+
+
+def failure_of_path(error: OSError) -> RunError | None:
+    """Return the error to raise where the system refuses a path or does not answer; None if that may be our mistake."""
+    may_pass = unreadable(error) is ReadFailed
+    if not isinstance(error.filename, str) or not (may_pass or error.errno in _REFUSED_PATHS):
+        return None
+    return unusable(error.filename, error, _REFUSED_PATHS.get(error.errno or 0, ""))
+
+
 @contextmanager
 def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
     """Raise UserError, or ReadFailed, in a block that reads a file, or a folder, if it cannot be read.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import errno
 import importlib
 import json
 import os
@@ -39,11 +38,19 @@ from horovod_train.commands.cli import (
     require_output_dir,
 )
 from horovod_train.config.loader import dump, left_out_options
-from horovod_train.config.registry import suggest
+from horovod_train.config.registry import raised_at, suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.conventions import Meeting
-from horovod_train.errors import AlreadySaid, FailedElsewhere, ReadFailed, RunError, UserError, one_line
+from horovod_train.errors import (
+    AlreadySaid,
+    FailedElsewhere,
+    ReadFailed,
+    RunError,
+    UserError,
+    failure_of_path,
+    one_line,
+)
 from horovod_train.output import logs
 from horovod_train.output.console import (
     check_written,
@@ -116,11 +123,6 @@ def _main(argv: Sequence[str]) -> int:
     except RunError as error:
         to_stderr(f"error: {error}")
         return error.exit_code
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        to_stderr(f"error: {UserError(f'{error.filename}: {error.strerror}. Give a shorter path.')}")
-        return UserError.exit_code
     except ImportError as error:
         library = _library_of(error)
         if library is None:
@@ -223,7 +225,8 @@ def _root_speaks_first() -> Iterator[None]:
     A rank whose arguments differ from root's reports later.
     """
     try:
-        yield
+        with _paths_in_one_line():
+            yield
     except (UserError, ReadFailed) as error:
         rank = _rank()
         if rank == 0:
@@ -232,6 +235,21 @@ def _root_speaks_first() -> Iterator[None]:
         if _root_has_failed():
             raise AlreadySaid(str(error), error.exit_code) from error
         raise type(error)(f"rank {rank} ({socket.gethostname()}): {error}") from error
+
+
+@contextmanager
+def _paths_in_one_line() -> Iterator[None]:
+    """Raise UserError or ReadFailed for a path that the system refuses, such as a folder that may not be entered.
+
+    An error that the user's code has met keeps its traceback.
+    """
+    try:
+        yield
+    except OSError as error:
+        failure = failure_of_path(error)
+        if failure is None or raised_at(error):
+            raise
+        raise failure from error
 
 
 def _rank() -> int:

@@ -6,6 +6,7 @@ process that it started is killed.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import json
@@ -394,6 +395,21 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """Modes of files and folders hold for this thread, also where root runs the tests. os.access does not know it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    this_thread = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    capabilities = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; of each two words
+    assert libc.capget(this_thread, capabilities) == 0
+    before = capabilities[0]
+    capabilities[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(this_thread, capabilities) == 0
+    yield
+    capabilities[0] = before
+    assert libc.capset(this_thread, capabilities) == 0
 
 
 @pytest.fixture

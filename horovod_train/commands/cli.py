@@ -197,7 +197,7 @@ def load_from_arguments(arguments: Iterable[str]) -> Config:
 
 def nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest one above it that exists."""
-    return next((place for place in (path, *path.parents) if place.exists()), path)
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), path)
 
 
 def installed_version(package: str) -> str | None:
@@ -345,15 +345,24 @@ def _checkpoint(choice: str, run_dir: str | None) -> str:
 
 
 def is_run_dir(run_dir: Path) -> bool:
-    """Return whether the directory has one of the files and folders that runs leave."""
+    """Return whether the directory has one of the files and folders that runs leave. Raises OSError."""
     return any((run_dir / name).exists() for name in LEFT_BY_A_RUN)
 
 
 def require_run(run_dir: Path) -> None:
-    """Raise UserError if the directory has none of the files and folders that runs leave."""
+    """Raise UserError if the directory has none of the files and folders that runs leave.
+
+    Raises OSError for one of them that may not be read: what is told of a run without it would be wrong.
+    """
     if not is_run_dir(run_dir):
         problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
         raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
+    for path in (run_dir / name for name in LEFT_BY_A_RUN):
+        with suppress(FileNotFoundError):  # a lease comes and goes
+            if path.is_dir():
+                os.listdir(f"{path}/.")  # the point: it must be possible to enter it, too
+            elif path.is_file():  # others are left to what reads them: a pipe would be waited for
+                path.open("rb").close()
 
 
 def open_screen(*, launched: bool = False) -> Console:

@@ -169,7 +169,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
-    """Explain a run. Raises UserError if no run has written to `run_dir`. watch_s: how long to watch a lease."""
+    """Explain a run. Raises UserError if no run has written to `run_dir`; OSError if that may not be read.
+
+    watch_s: how long to watch a lease.
+    """
     require_run(run_dir)
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")

@@ -432,6 +432,9 @@ class Supervisor:
     def _hint(self) -> str:
         """Return which command says more; "" if the ranks have left nothing that it could read."""
         run_dir = self.program.run_dir
-        if run_dir is None or not is_run_dir(run_dir):
+        try:
+            if run_dir is None or not is_run_dir(run_dir):
+                return ""
+        except OSError:  # what has ended the ranks, often
             return ""
         return f". What happened: horovod-train explain {shlex.quote(str(run_dir))}"

@@ -193,7 +193,7 @@ def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
 def _defaults(options: argparse.Namespace, job: Job, of_site: list[str]) -> list[str]:
     """Return a line for each value that neither the command line nor the config has chosen."""
     lines = [f"from {site_file()}: {', '.join(of_site)}"] if of_site else []
-    if options.image and not Path(options.image).is_file():
+    if options.image and not os.path.isfile(options.image):
         lines.append(f"image: {options.image} is not on this host; it must be on those of the job")
     if options.cpus_per_task is None:
         cpus = job.options["cpus-per-task"]

@@ -191,11 +191,13 @@ class _Tail:
     def new_lines(self) -> tuple[bool, Iterator[str]]:
         """Return whether the file was replaced since the last call, and its complete new lines.
 
-        The lines are read as they are taken, so that they are not all in memory.
+        The lines are read as they are taken, so that they are not all in memory. Raises PermissionError.
         """
         try:
             file = open_regular(self.path)
             about = os.fstat(file.fileno())
+        except PermissionError:  # nor may later looks
+            raise
         except OSError:
             is_replaced, self._inode, self._read_to = self._inode is not None, None, 0
             return is_replaced, iter(())
@@ -216,7 +218,7 @@ class _Tail:
 
 @dataclass
 class Follower:
-    """Looks at a run directory again and again. Raises UserError if no run has written to it."""
+    """Looks at a run directory again and again. Raises UserError if no run has written to it; OSError if unreadable."""
 
     run_dir: Path
     last: Look = field(init=False)

@@ -59,14 +59,27 @@ def _is_open(folder: str) -> bool:
 def missing_paths(config: DataConfig, made_by: str) -> Iterator[str]:
     """Yield a sentence for each local path of data.train and data.eval that does not exist.
 
+    What cannot be looked at now is left to what reads it, which says why.
+
     made_by: the command that makes the records; "" if none is known.
     """
     for split in ("train", "eval"):
         for path in config.paths(split) if not (config.source or config.dataset) else ():
-            if _URL.match(path) or glob.has_magic(path) or os.path.lexists(path):
+            if _URL.match(path) or glob.has_magic(path) or not _is_missing(path):
                 continue
             hint = did_you_mean(path) or (f" Make it by: {made_by}" if made_by else "")
             yield f"data.{split}: {path} does not exist.{hint or f' It is looked for in {os.getcwd()}.'}"
+
+
+def _is_missing(path: str) -> bool:
+    """Return whether nothing is there. A path in a folder that may not be entered, or does not answer, may exist."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def path_problem(key: str, text: str) -> str | None:

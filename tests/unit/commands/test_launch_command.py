@@ -610,6 +610,15 @@ def test_a_file_system_that_does_not_answer_when_ranks_have_ended_ends_no_launch
     assert supervise([OneStart(137, 0), OneStart(0, 0)], PLAN, Program(["x"], ["x"], tmp_path)) == 0
 
 
+def test_a_run_directory_that_may_not_be_entered_leaves_the_exit_code_of_the_ranks(
+    tmp_path: Path, ordinary_user: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (closed := tmp_path / "closed").mkdir(mode=0)
+    assert supervise([OneStart(2, 0)], PLAN, Program(["x"], ["x"], closed / "run")) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("launch: stopped: ")
+    closed.chmod(0o700)
+
+
 @pytest.mark.parametrize(
     ("gpus", "words", "ranks"),
     [
