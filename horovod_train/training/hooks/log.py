@@ -128,7 +128,9 @@ def judge(seconds: np.ndarray, name: Callable[[int], str]) -> str:
         if lead > (SLOW_FROM + chance) * elapsed:
             reason = _describe_slow(seconds[slowest], np.median(others, axis=0))
             return f"straggler {name(slowest)}: {reason}"
-    costs = np.append(seconds[:, :-1].mean(axis=0), seconds[:, -1].min())
+    costs = seconds[:, :-1].mean(axis=0)
+    if len(seconds) > 1:  # a single rank exchanges nothing
+        costs = np.append(costs, seconds[:, -1].min())
     return f"{MEASURED_PHASES[int(costs.argmax())]}-bound"
 
 

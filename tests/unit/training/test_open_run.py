@@ -20,6 +20,7 @@ def name(rank: int) -> str:
     ("seconds", "verdict"),
     [
         ([[6, 3, 0, 1]], "input-bound"),
+        ([[1, 3, 0, 6]], "compute-bound"),  # a single rank has nobody to exchange with
         ([[1, 8, 0, 1], [1, 7, 0, 2]], "compute-bound"),
         ([[1, 3, 0, 6], [1, 3, 0, 6]], "exchange-bound"),
         # Three ranks wait for one, so what they wait is no cost of the exchange.
