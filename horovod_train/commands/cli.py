@@ -21,9 +21,17 @@ from typing import Any, NoReturn, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, open_checkpoint, read_manifest, step_name
+from horovod_train.checkpoint.layout import (
+    BEST,
+    CHECKPOINTS,
+    open_checkpoint,
+    read_manifest,
+    step_name,
+    step_of,
+    steps_in,
+)
 from horovod_train.config.loader import BUILT_IN, Origins, is_number, load, seconds_of, setting_like
-from horovod_train.config.paths import missing_paths, path_problem, remote_problem, text_problem
+from horovod_train.config.paths import link_to_nothing, missing_paths, path_problem, remote_problem, text_problem
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
@@ -32,6 +40,7 @@ from horovod_train.output import lease
 from horovod_train.output.console import Screen, plain
 from horovod_train.output.files import Artifact, check, write_atomically
 from horovod_train.output.rank_log import FOLDER
+from horovod_train.shown_text import listed
 
 T = TypeVar("T")
 ConfigParts = tuple[list[str], list[str]]
@@ -302,7 +311,8 @@ def choose_run(arguments: argparse.Namespace) -> tuple[Config, str]:
         saved = Path(folders[0]) / "config.yaml"
         if not saved.is_file():
             raise UserError(
-                f"{folders[0]}: is no run's directory: it has no config.yaml. Name another, or use --config."
+                link_to_nothing(folders[0])
+                or f"{folders[0]}: is no run's directory: it has no config.yaml. Name another, or use --config."
             )
         files = [str(saved)]
     config, origins = load(files, [*overrides, *more_overrides])
@@ -333,6 +343,9 @@ def _checkpoint(choice: str, run_dir: str | None) -> str:
             return choice
         name = step_name(int(choice)) if choice.isascii() and choice.isdigit() else choice
         of_run = [path for path in (Path(run_dir, CHECKPOINTS, name), Path(run_dir, choice)) if path.is_dir()]
+        if not of_run and step_of(name) is not None and launcher.detect().rank == 0:
+            steps = listed(steps_in(Path(run_dir, CHECKPOINTS))) or "none"
+            raise UserError(f"--checkpoint {choice}: {run_dir} has no checkpoint of this step. It has: {steps}.")
         return str(of_run[0]) if of_run else choice
     if run_dir is None:
         raise UserError(f"--checkpoint {choice}: of which run? Name its directory, or a checkpoint's path.")
@@ -356,7 +369,10 @@ def require_run(run_dir: Path) -> None:
     """
     if not is_run_dir(run_dir):
         problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
-        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
+        raise UserError(
+            link_to_nothing(run_dir)
+            or f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}."
+        )
     for path in (run_dir / name for name in LEFT_BY_A_RUN):
         with suppress(FileNotFoundError):  # a lease comes and goes
             if path.is_dir():

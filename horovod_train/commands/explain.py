@@ -74,7 +74,11 @@ _FATAL = re.compile(r"Fatal Python error: (.+)")
 
 _BY_TEXT = (
     (
-        r"No space left on device|Disk quota exceeded|File too large|the disk of .* has .* free",
+        r"File too large",
+        "raise the limit on the size of a file (ulimit -f), or see what the file system of {run_dir} takes",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded|the disk of .* has .* free",
         "free space on the disk that is full (df {run_dir})",
     ),
     (r"output_dir: .* is gone: removed, renamed", "bring {run_dir} back, or choose another --output-dir"),

@@ -48,6 +48,7 @@ from horovod_train.commands.cli import (
     require_output_dir,
 )
 from horovod_train.config.loader import left_out_options
+from horovod_train.config.paths import link_to_nothing
 from horovod_train.config.rules import kept_batch, resolve, weights_of_outputs
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import (
@@ -164,7 +165,9 @@ def _wrong_paths(config: Config) -> Iterator[str]:
         if not path:
             continue
         place = nearest_existing(Path(path))
-        if not place.is_dir():
+        if problem := link_to_nothing(path):
+            yield f"{where}: {problem}"
+        elif not place.is_dir():
             yield f"{where}: {path} cannot be made: {place} is no folder."
         elif not os.access(place, os.W_OK | os.X_OK):
             yield f"{where}: cannot write to {place}. Choose another folder."

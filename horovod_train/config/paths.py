@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.shown_text import without_secrets
@@ -57,7 +58,7 @@ def _is_open(folder: str) -> bool:
 
 
 def missing_paths(config: DataConfig, made_by: str) -> Iterator[str]:
-    """Yield a sentence for each local path of data.train and data.eval that does not exist.
+    """Yield a sentence for each local path of data.train and data.eval that does not exist, or is a link to nothing.
 
     What cannot be looked at now is left to what reads it, which says why.
 
@@ -68,13 +69,22 @@ def missing_paths(config: DataConfig, made_by: str) -> Iterator[str]:
             if _URL.match(path) or glob.has_magic(path) or not _is_missing(path):
                 continue
             hint = did_you_mean(path) or (f" Make it by: {made_by}" if made_by else "")
-            yield f"data.{split}: {path} does not exist.{hint or f' It is looked for in {os.getcwd()}.'}"
+            missing = f"{path} does not exist.{hint or f' It is looked for in {os.getcwd()}.'}"
+            yield f"data.{split}: {link_to_nothing(path) or missing}"
+
+
+def link_to_nothing(path: str | Path) -> str:
+    """Return what is wrong with a path that is, or is below, a link to what does not exist; "" if it is not."""
+    for place in map(str, (Path(path), *Path(path).parents)):
+        if os.path.islink(place) and _is_missing(place):
+            return f"{place} is a link to nothing: is its disk mounted?"
+    return ""
 
 
 def _is_missing(path: str) -> bool:
     """Return whether nothing is there. A path in a folder that may not be entered, or does not answer, may exist."""
     try:
-        os.lstat(path)
+        os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return True
     except OSError:

@@ -18,9 +18,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from horovod_train.config.paths import link_to_nothing
 from horovod_train.config.registry import call
 from horovod_train.config.settings import LogConfig, Spec
-from horovod_train.errors import RunError, unusable
+from horovod_train.errors import RunError, UserError, unusable
 from horovod_train.output.console import Screen, unfailing
 from horovod_train.output.files import (
     Artifact,
@@ -75,6 +76,8 @@ def check_writable(directory: str) -> Path:
     Raises UserError if files cannot be written there, or would replace files that no run has written.
     """
     path = Path(directory)
+    if problem := link_to_nothing(path):
+        raise UserError(f"output_dir: {problem}")
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

@@ -29,7 +29,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from horovod_train import tfrecord_framing
-from horovod_train.config.paths import is_remote
+from horovod_train.config.paths import is_remote, link_to_nothing
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
@@ -186,7 +186,7 @@ class StagedFiles:
                 # page on a full disk ends the process.
                 self._flags = os.open(self._folder / f"{_copy_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
-                raise unusable(f"data.stage_dir: {folder} cannot be used", error, "") from error
+                raise unusable(f"data.stage_dir: {folder} cannot be used", error, link_to_nothing(folder)) from error
         if unpacked_bytes:
             self._log_room_needed(len(unpacked_bytes), sum(unpacked_bytes.values()))
 

@@ -213,6 +213,10 @@ def test_an_error_of_all_ranks_is_that_of_the_rank_where_it_began(tmp_path: Path
             "the last checkpoint could not be saved: Disk quota exceeded",
             "free space on the disk that is full (df {run})",
         ),
+        (
+            "the last checkpoint could not be saved: File too large",
+            "raise the limit on the size of a file (ulimit -f), or see what the file system of {run} takes",
+        ),
         ("OSError: [Errno 28] No space left on device: '/tmp/x'", "free space on the disk that is full (df {run})"),
         ("the last checkpoint could not be saved: Permission denied", "see to the disk of {run}, where saves fail"),
         ("output_dir: x is gone: removed, renamed or no longer", "bring {run} back, or choose another --output-dir"),

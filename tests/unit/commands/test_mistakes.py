@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT
 
+from horovod_train.checkpoint.layout import step_name
 from horovod_train.main import main
 
 PLAIN = str(PROJECT / "configs" / "digits_convnet_plain.yaml")
@@ -159,3 +160,37 @@ def test_a_path_with_a_sign_of_equality_stays_one(folder: Path, capsys: pytest.C
     (folder / "seed=3").mkdir()
     assert main(["predict", "--config", "config.yaml", "--out", "a.npz", "--data", word]) == 2
     assert "is a setting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", ["25", "step-000000025"])
+@pytest.mark.parametrize(("steps", "said"), [((69, 92, 115), "115, 92, 69"), ((), "none")])
+def test_a_step_without_a_checkpoint_is_answered_with_those_that_have_one(
+    step: str, steps: tuple[int, ...], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kept in steps:
+        (folder / "checkpoints" / step_name(kept)).mkdir(parents=True)
+    assert main(["evaluate", str(folder), "--checkpoint", step]) == 2
+    expected = f"error: --checkpoint {step}: {folder} has no checkpoint of this step. It has: {said}.\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--config config.yaml --output-dir scratch/runs/a", "error: output_dir: "),
+        ("--config config.yaml --output-dir runs/a data.train=scratch", "error: data.train: "),
+        ("--config config.yaml --output-dir runs/a data.eval=scratch/digits", "error: data.eval: "),
+        ("plan --config config.yaml --fast --output-dir scratch", "fault: output_dir: "),
+        ("explain scratch", "error: "),
+        ("watch scratch/runs/a", "error: "),
+        ("evaluate scratch/runs/a", "error: "),
+    ],
+)
+def test_a_link_to_a_disk_that_is_not_mounted_is_named(
+    words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "scratch").symlink_to("/nowhere/scratch")
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    lines = [line for line in (shown.out + shown.err).splitlines() if "scratch" in line]
+    assert lines == [f"{said}scratch is a link to nothing: is its disk mounted?"]

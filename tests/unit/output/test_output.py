@@ -227,6 +227,14 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
         check_writable("/proc/here")
 
 
+@pytest.mark.parametrize("below", ["", "runs/a"])
+def test_a_link_to_nothing_is_no_folder(tmp_path: Path, below: str) -> None:
+    """Of a disk that is not mounted: said to exist, it would be looked for in vain."""
+    (link := tmp_path / "scratch").symlink_to("/nowhere/scratch")
+    with pytest.raises(UserError, match=f"^output_dir: {link} is a link to nothing: is its disk mounted"):
+        check_writable(str(link / below))
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
 def test_files_that_no_run_wrote_are_not_replaced_by_one(tmp_path: Path, name: str) -> None:
     """As with `--config config.yaml --output-dir .`."""
