@@ -60,7 +60,7 @@ _SAVED_HEAD = '{"step": '
 _SAVED = Artifact("a run's newest step", re.escape(SAVED), content_matches=lambda path: begins(path, _SAVED_HEAD))
 _LINK = Artifact(
     "a link to a checkpoint",
-    rf"\.?{BEST}|{FORMER_BEST}{STEP_NAME}",
+    rf"\.?({BEST}|{FORMER_BEST}{STEP_NAME})",
     "link",
     content_matches=lambda path: step_of(os.readlink(path)) is not None,
 )
@@ -201,7 +201,10 @@ class CheckpointStore(Store):
         return start.checkpoint
 
     def seek_best_anew(self) -> None:
-        self.checkpoints.former_best = self.checkpoints.linked_best()
+        try:
+            self.checkpoints.keep_best()
+        except OSError as error:
+            log.warning(f"the best checkpoint of before cannot be kept: {reason(error)}.")
 
     def rewind(self, step: int, best: int | None = None) -> None:
         path = self.checkpoints.folder
@@ -337,8 +340,6 @@ class CheckpointSet:
 
     def __init__(self, folder: Path, is_ours: Callable[[], bool]) -> None:
         self.folder, self._is_ours = folder, is_ours
-        self.former_best: int | None = None
-        """The step of a linked best that the run does not compare with; its link gets another name with the next."""
         # The suffix is unique: a run that lost this folder to another run must not write into the other run's save.
         self._partial_suffix = f".{secrets.token_hex(4)}.partial"
 
@@ -375,16 +376,21 @@ class CheckpointSet:
 
         If the checkpoint of `step` was not saved, or saving failed, the link keeps pointing at the best saved one.
         """
-        link = self.folder / BEST
         if self.path_of(step).exists() and self.linked_best() != step:
-            if self.former_best is not None and self.linked_best() == self.former_best:
-                replace(link, link.with_name(f"{FORMER_BEST}{step_name(self.former_best)}"), _LINK)
-            draft = link.with_name(f".{BEST}")
-            remove(draft, _LINK)
-            draft.symlink_to(step_name(step))
-            replace(draft, link, _LINK)
+            self._link(BEST, step)
         linked = self.linked_best()
         return step if linked is None else linked
+
+    def keep_best(self) -> None:
+        """Link the best checkpoint by a second name, which stays when another becomes the best."""
+        if (step := self.linked_best()) is not None:
+            self._link(f"{FORMER_BEST}{step_name(step)}", step)
+
+    def _link(self, name: str, step: int) -> None:
+        draft = self.folder / f".{name}"
+        remove(draft, _LINK)
+        draft.symlink_to(step_name(step))
+        replace(draft, self.folder / name, _LINK)
 
     def linked_best(self) -> int | None:
         """Return the step that the link to the best points at; None if there is no link."""

@@ -928,6 +928,7 @@ def test_the_best_of_before_stays_where_the_best_is_sought_anew(tmp_path: Path) 
     """As with another metric, or other records to evaluate on: no later value says that it is the worse model."""
     run = Run(tmp_path / "run", keep=1).save(100, best=Best("accuracy", 0.5, 100)).save(200)
     run.store.seek_best_anew()
+    assert "former-best-step-000000100" in run.names()  # from now on, whenever the run is killed
     run.save(300)
     run.save(400, best=Best("loss", 0.5, 400))
     run.save(500, best=Best("loss", 0.4, 500)).save(600)
