@@ -41,7 +41,7 @@ from horovod_train.data.dataset import (
 )
 from horovod_train.data.files import record_folders
 from horovod_train.data.random_access.source import RandomAccessRecords
-from horovod_train.data.reader import Reader, parse_all
+from horovod_train.data.reader import Reader, parse_all, without_padding
 from horovod_train.data.sampler import Plan
 from horovod_train.data.source import Blocks, split_records
 from horovod_train.errors import ReadFailed, RunError, UserError
@@ -219,7 +219,8 @@ def _read_all(records: Records, config: DataConfig, report: Report) -> None:
             stored, numbers = itertools.compress(split_records(data), usable), numbers[usable]
             digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
             for name, values in arrays.items():
-                report.features[name].add(values)
+                feature = features.get(name)
+                report.features[name].add(without_padding(feature, values) if feature else values)
                 for record, fault in _not_finite(numbers, np.asarray(values)):
                     bad.setdefault(record, reader.name_record(record, f"feature {name}: {fault}"))
                 feature = features.get(name)

@@ -226,6 +226,13 @@ def lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
     return np.where(is_item.any(axis=1), is_item.shape[1] - np.argmax(is_item[:, ::-1], axis=1), 0)
 
 
+def without_padding(feature: Feature, values: np.ndarray) -> np.ndarray:
+    """Return the values of records [records, …]; those of lists [items, …] without the padding at their ends."""
+    if feature.max_length is None:
+        return values
+    return values[np.arange(values.shape[1]) < lengths_of(feature, values)[:, None]]
+
+
 def _load_lengths(places: Sequence[Path], shape: tuple[int, int]) -> np.ndarray | None:
     for place in places:
         with contextlib.suppress(OSError, ValueError, EOFError):

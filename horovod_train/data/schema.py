@@ -216,18 +216,18 @@ def check_same_classes(
 
 
 def warn_of_names_of_numbers(names: Sequence[str], where: str) -> None:
-    """Warn of names of classes that are numbers sorted as texts, 0, 1, 10, 2, where labels are numbers too."""
+    """Warn of names of classes that are other numbers than those they name, where labels are numbers too."""
     try:
         numbers = list(map(int, names))
     except ValueError:
         return
-    if numbers == sorted(numbers) or list(names) != sorted(names):
-        return
-    label = next(label for label, number in enumerate(sorted(numbers)) if number != numbers[label])
-    log.warning(
-        f"{where}: class_names: label {label} is named {names[label]}, because names are in the order of labels, which "
-        "are numbers here. If that is not meant, give them in the order 0, 1, 2, …"
-    )
+    label = next((label for label, number in enumerate(numbers) if label != number), None)
+    if label is not None:
+        log.warning(
+            f"{where}: class_names: label {label} is named {names[label]}, because labels are numbers here, which "
+            "count the names from 0; only text is looked up. If a label is meant to be its name, store it as text, or "
+            "name them 0, 1, 2, … in this order."
+        )
 
 
 def check_weight(name: str | None, schema: Schema) -> None:

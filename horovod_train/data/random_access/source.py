@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -148,32 +148,55 @@ def open_described(
 
 
 def _first_readable(stores: Sequence[Store]) -> tuple[Store, Arrays]:
-    """Return the first store of which a record can be read, and that record. Raises UserError if there is none."""
+    """Return the first store of which a record can be read, and its first without nulls, which say nothing of a kind.
+
+    If all of its first ones have some, the first is returned. Raises UserError if no record can be read.
+    """
     failures: list[UserError] = []
     for store in stores:
         try:
-            return store, _first_record(store)[1]
+            _, arrays = _first_record(store)
         except UserError as error:
             failures.append(error)
+            continue
+        whole = (found for _, found in _first_records(store) if not _has_null(found))
+        return store, next(whole, arrays)
     raise failures[0]
 
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
-    """Return the first record that can be read, and its number: of the first ones, and of the first of each block.
+    """Return the first record that can be read, and its number. Raises UserError if there is none."""
+    return next(_first_records(store))
+
+
+def _first_records(store: Store) -> Iterator[tuple[int, Arrays]]:
+    """Yield records that can be read, and their numbers: of the first ones, and of the first of each block.
 
     Raises UserError if there is none.
     """
     failures: list[BaseException] = []
+    has_any = False
     firsts = [*range(min(store.blocks.num_records, _TRIED_RECORDS)), *store.blocks.first_record[:-1].tolist()]
     for record in dict.fromkeys(firsts[: 2 * _TRIED_RECORDS]):
         found = try_read(store, record, record + 1)
         if isinstance(found, dict):
-            return record, found
+            has_any = True
+            yield record, found
+            continue
         assert isinstance(found, BaseException), "serialized records do not describe themselves"
         failures.append(found)
-    reason = describe_error(failures[0])
-    first = store.name(0).removeprefix(f"{store.path}: ")
-    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failures[0]
+    if not has_any:
+        reason = describe_error(failures[0])
+        first = store.name(0).removeprefix(f"{store.path}: ")
+        raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failures[0]
+
+
+def _has_null(arrays: Arrays) -> bool:
+    def is_null(value: Any) -> bool:
+        holds_objects = isinstance(value, np.ndarray) and value.dtype == object
+        return value is None or (holds_objects and any(map(is_null, value.flat)))
+
+    return any(map(is_null, arrays.values()))
 
 
 def _request(config: DataConfig, setting: str, storage: Storage, entries: tuple[str, ...]) -> Request:

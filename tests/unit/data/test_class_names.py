@@ -95,19 +95,33 @@ def test_cells_that_are_names_are_no_numbers(
 
 
 @pytest.mark.parametrize("form", ["parquet", "npz", "hdf5"])
-def test_names_that_are_numbers_sorted_as_texts_are_warned_of(
+def test_names_that_are_other_numbers_than_their_labels_are_warned_of(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As 0, 1, 10, 11, 2, beside labels that are numbers. In a CSV file such labels are looked up by name."""
-    names = sorted(map(str, range(12)))
+    """As 0, 1, 10, 11, 2 or 1, 2, 3, beside labels that are numbers. In a CSV file they are looked up by name."""
     path = WRITERS[form](tmp_path, {"x": np.zeros(12, np.float32), "y": np.arange(12)})
-    for given in ([str(number) for number in range(12)], [str(number) for number in range(-3, 9)], [*"abcdefghijkl"]):
+    for given in ([str(number) for number in range(12)], [*"abcdefghijkl"]):
         features = {"y": {"class_names": given}}
         open_records(DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features=features), "train")
     assert not caplog.messages
-    features = {"y": {"class_names": names}}
-    open_records(DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features=features), "train")
-    assert caplog.messages[0].startswith("data.features: y: class_names: label 2 is named 10, because")
+    for names, said in (
+        (sorted(map(str, range(12))), "label 2 is named 10"),
+        ([str(number) for number in range(1, 13)], "label 0 is named 1"),
+    ):
+        features = {"y": {"class_names": names}}
+        open_records(DataConfig(train=(str(path),), inputs=("x",), targets=("y",), features=features), "train")
+        assert caplog.messages[-1].startswith(f"data.features: y: class_names: {said}, because")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [(["cat  ", "dog  "], [0, 1, 0, 0]), (["cat", "cat ", "dog"], [0, 2, 0, 1])]
+)
+def test_names_may_end_in_blanks(names: list[str], expected: list[int]) -> None:
+    """As columns of fixed width have them; the same without blanks is another name, if both are given."""
+    parser = ArraysParser({"y": parse_feature({"type": "int64", "class_names": names}, "y")})
+    parsed = parser.parse({"y": np.array(["cat  ", "dog  ", "cat", "cat "], object)})
+    assert parsed is not None
+    assert parsed["y"].tolist() == expected
 
 
 def test_labels_that_folders_give_have_names_in_any_order(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from made_records import config
 from made_stores import write_hdf5, write_npy, write_parquet
 
+from horovod_train.commands.check_data import check_records
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access import store
@@ -292,6 +293,28 @@ def test_records_are_described_by_the_first_that_can_be_read(tmp_path: Path) -> 
     assert "none of its first records can be read" in refusal(alone)
     others = dataclasses.replace(alone, train=(str(damaged["b"]), str(tmp_path / "a.parquet")))
     assert open_records(others, "train").num_records == 600
+
+
+@pytest.mark.parametrize("on_bad_record", ["skip", "error"])
+@pytest.mark.parametrize("first", [None, [1, None]], ids=str)
+def test_records_are_described_by_the_first_without_nulls(tmp_path: Path, first: Any, on_bad_record: Any) -> None:
+    """A null would say that a column is text. check-data finds that one record bad, and no other."""
+    numbers = [first, *([number] for number in range(1, 60))] if first else [None, *range(1, 60)]
+    path, options = as_parquet(numbers)(tmp_path), {"x": {"max_length": 4}} if first else {}
+    read = DataConfig(train=(str(path),), inputs=("x",), features=options, on_bad_record=on_bad_record)
+    if on_bad_record == "error":
+        assert "a.parquet: record 0: feature x: " in refusal(read)
+        return
+    assert open_records(read, "train").schema.features["x"].type == "int64"
+    (fault,) = check_records(read).bad
+    assert "a.parquet: record 0: feature x: " in fault
+
+
+def test_padding_of_lists_is_none_of_their_values(tmp_path: Path) -> None:
+    path = as_parquet([[1, 3], [2], [], [1, 1, 2]])(tmp_path)
+    report = check_records(DataConfig(train=(str(path),), inputs=("x",), features={"x": {"max_length": 4}}))
+    assert report.bad == []
+    assert report.features["x"].figures() == [1, 3, pytest.approx(10 / 6)]
 
 
 def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_path: Path) -> None:
