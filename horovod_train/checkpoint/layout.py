@@ -462,16 +462,23 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
                 f"checkpoint.resume: {resume} is of another run than the checkpoints in {folder}. "
                 "Choose another --output-dir, or resume from these: --resume auto."
             )
+        if not steps_in(folder):
+            _check_not_gone(folder, "or choose another --output-dir.")
         return ResumePoint(start, {})
     if checkpoint is None and damaged:
         _raise_all_damaged(folder, resume, damaged)
-    if checkpoint is None and (steps := steps_told(folder.parent)):
+    if checkpoint is None:
+        _check_not_gone(folder, "choose another --output-dir, or say so: --resume never.")
+    return ResumePoint(checkpoint, damaged)
+
+
+def _check_not_gone(folder: Path, advice: str) -> None:
+    """Raise UserError if there were checkpoints, by what else there is of the run. For a folder without any."""
+    if steps := steps_told(folder.parent):
         raise UserError(
             f"output_dir: {folder.parent} has the metrics of a run that came to step {steps}, but not its checkpoints, "
-            f"and beginning there anew would remove them. Bring {folder} back, choose another --output-dir, or say so: "
-            "--resume never."
+            f"and beginning there anew would remove them. Bring {folder} back, {advice}"
         )
-    return ResumePoint(checkpoint, damaged)
 
 
 def steps_told(run_dir: Path) -> int:

@@ -158,7 +158,7 @@ class CheckpointStore(Store):
         self._began = 0.0
         self.write_times: LongestTimes = LongestTimes()
         self._last_whole: Path | None = None
-        self._has_warned_of_link = False
+        self._has_warned_of_link = self._has_warned_of_newest = False
         self._failure: str | None = None
         self._said = ""
         self._unexpected_error: Exception | None = None
@@ -275,15 +275,12 @@ class CheckpointStore(Store):
             self.write_times.add(time.perf_counter() - self._began)
 
     def _tell_newest(self) -> None:
-        """Write saved.json, or remove it if there is no checkpoint."""
-        path = self.checkpoints.folder.parent / SAVED
         try:
-            if steps := steps_in(self.checkpoints.folder):
-                write_atomically(path, json_text({"step": steps[0]}) + "\n", _SAVED)
-            else:
-                remove(path, _SAVED)
+            self.checkpoints.tell_newest()
         except OSError as error:
-            log.warning(f"{path} cannot tell the newest checkpoint: {reason(error)}.")
+            if not self._has_warned_of_newest:
+                log.warning(f"{SAVED} cannot tell the newest checkpoint: {reason(error)}.")
+            self._has_warned_of_newest = True
 
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""
@@ -370,6 +367,16 @@ class CheckpointSet:
         sync(self.folder)
         with suppress(OSError):  # clear_leftovers tries again
             remove(replaced_path, _HIDDEN)
+
+    def tell_newest(self) -> None:
+        """Write saved.json, or remove it if there is no checkpoint."""
+        path = self.folder.parent / SAVED
+        if not self._is_ours():
+            return
+        if steps := steps_in(self.folder):
+            write_atomically(path, json_text({"step": steps[0]}) + "\n", _SAVED)
+        else:
+            remove(path, _SAVED)
 
     def mark_best(self, step: int) -> int:
         """Point the link at the best checkpoint; return its step.

@@ -243,6 +243,8 @@ class Program(NamedTuple):
     """How long one of its ranks may run after it is cut off from the others."""
     gpus_per_rank: int = 1
     """1 for a script, which is not asked."""
+    is_trainer: bool = False
+    """Whether it never removes its run directory; a script may, and make it again."""
 
 
 def _program(arguments: argparse.Namespace) -> Program:
@@ -270,7 +272,7 @@ def _program(arguments: argparse.Namespace) -> Program:
     later = [*command, "--resume", "auto"] if resume == "never" else command
     run_dir = Path(config.output_dir) if config.output_dir else None
     cut_off_s = config.watch.first_step_after_s if config.watch.enabled else CUT_OFF_S
-    return Program(command, later, run_dir, cut_off_s, config.device.per_rank)
+    return Program(command, later, run_dir, cut_off_s, config.device.per_rank, is_trainer=True)
 
 
 @dataclass
@@ -392,14 +394,16 @@ class Supervisor:
     def _gone(self) -> str:
         """Return what is no longer there of what has been seen; "" if all is."""
         run_dir = self.program.run_dir
-        if run_dir is not None and self._had_directory and not os.path.isdir(run_dir):
+        if run_dir is None:
+            return ""
+        if self._had_directory and self.program.is_trainer and not os.path.isdir(run_dir):
             return f"{run_dir} is gone: removed, renamed or no longer mounted"
         if self._seen is not None and not self._steps():
-            return f"the checkpoints of {run_dir} are gone, of which the newest was that of step {self._seen}"
+            return f"the checkpoints of {run_dir} are gone, or cannot be read; the newest was that of step {self._seen}"
         return ""
 
     def _steps(self) -> list[int]:
-        """Return the steps of the checkpoints that are there, newest first; [] too if they cannot be seen now."""
+        """Return the steps of the checkpoints that are there, newest first; [] too if they cannot be read now."""
         if self.program.run_dir is None:
             return []
         try:

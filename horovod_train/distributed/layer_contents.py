@@ -71,22 +71,29 @@ def how_built(model: keras.Model) -> dict[str, str]:
     These are the order of layers and the options of Keras' own, but for those that are settings of a run: what is
     trained, and in which precision.
     """
-    order = digest("\n".join(layer.path for layer in _layers_with_paths(model)).encode())
-    return options(model, left_out=("seed", "trainable", "dtype")) | {"order of layers": order}
-
-
-def options(model: keras.Model, left_out: Collection[str]) -> dict[str, str]:
-    """Return digests of the options of Keras' own layers, but for some names of options, by name."""
-    found: dict[str, str] = {}
-    for layer in _layers_with_paths(model):
-        if is_of_keras(layer) and (text := _options(layer, left_out)) is not None:
+    options: dict[str, str] = {}
+    layers = [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
+    for layer in layers:
+        if is_of_keras(layer) and (text := _options(layer, left_out=("seed", "trainable", "dtype"))) is not None:
             name = f"{OPTIONS} of layer {layer.path}"
-            found[name] = digest((found.get(name, "") + text).encode())
-    return found
+            options[name] = digest((options.get(name, "") + text).encode())
+    order = digest("\n".join(layer.path for layer in layers).encode())
+    return options | {"order of layers": order}
 
 
-def _layers_with_paths(model: keras.Model) -> list[Any]:
-    return [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
+def options_without_weights(model: keras.Model) -> dict[str, str]:
+    """Return digests of the options of Keras' own layers that have no weights, by name, in the order of the layers.
+
+    Those of others may differ by rank: initializers, where root sends the weights, and sizes of what is a rank's own.
+    Without what differs by process and by batch: names, and the shapes of which a wrapper was built.
+    """
+    left_out = ("seed", "trainable", "build_config")
+    digests: dict[str, str] = {}
+    for layer in layers_inside(model):
+        is_compared = is_of_keras(layer) and layer.path and not layer.weights
+        if is_compared and (text := _options(layer, left_out, with_names=False)) is not None:
+            digests[f"{OPTIONS} of layer {layer.path}"] = digest(text.encode())
+    return digests
 
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
@@ -123,18 +130,20 @@ def _digest_of_assets(layer: keras.Layer) -> str | None:
     return digest("\n".join(texts).encode())
 
 
-def _options(layer: keras.Layer, left_out: Collection[str] = ("seed",)) -> str | None:
+def _options(layer: keras.Layer, left_out: Collection[str] = ("seed",), *, with_names: bool = True) -> str | None:
     """Return a layer's config as text; None if Keras cannot save the layer, as with an activation of functools.partial.
 
     Without seeds, which do not decide what ranks compute (see step.Seeds), and without the code of lambdas, which
-    names the file that it is from.
+    names the file that it is from. with_names: of layers.
     """
 
     def compared(value: Any) -> Any:
         if isinstance(value, dict):
             if value.get("class_name") == "__lambda__":
                 return "lambda"
-            return {str(key): compared(part) for key, part in value.items() if key not in left_out}
+            is_unnamed = "trainable" in value and not with_names
+            skipped = {*left_out, "name"} if is_unnamed else left_out
+            return {str(key): compared(part) for key, part in value.items() if key not in skipped}
         return [compared(part) for part in value] if isinstance(value, list | tuple) else value
 
     def other(value: Any) -> str:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import key_of, name_of
-from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options
+from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options_without_weights
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.optimizer import require_tensorflow
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
@@ -124,6 +124,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._optimizers = list({id(part): part for part in parts if part is not None}.values())
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
+        for left in [callback for callback in callbacks if isinstance(callback, EndEpoch)]:  # of a `fit` that raised
+            left.give_back()
         self._end_epoch, self._has_warned = EndEpoch(callbacks), False
         for callback in callbacks:
             if isinstance(callback, BestModelCheckpoint):
@@ -361,11 +363,11 @@ def _as_numbers(value: Any) -> np.ndarray | None:
 
 
 def _check_contents(model: keras.Model, root_rank: int) -> None:
-    """Collective: raise UserError on all ranks if layers of Keras have other options on one, or hold something else.
+    """Collective: raise UserError on all ranks if layers of Keras hold something else on one, or have other options.
 
     By position, because Keras numbers the names of layers in each process.
     """
-    held = contents(model, of_keras_only=True) | options(model, left_out=("seed", "trainable", "name"))
+    held = contents(model, of_keras_only=True) | options_without_weights(model)
     with exchanging("the start of model.fit"):
         given = objects.gather([list(held), list(held.values())], "fit.contents")
     names, of_root = given[root_rank]

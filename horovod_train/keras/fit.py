@@ -80,6 +80,10 @@ class EndEpoch(keras.callbacks.Callback):
         self.batches = None
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Make the list what it was when this callback was made."""
         self._callbacks[:] = self._given
 
 

@@ -1,7 +1,7 @@
 """Standard output and error that never fail: a run continues if the disk is full or the reader has exited.
 
-A command, whose result its text is, ends with an error in place of that. Lines, tables and bars quote files, libraries
-and users: none gives orders to the terminal or shows a password. For the run's own files see files.
+Commands call check_written at their end, because their text is their result. Lines, tables and bars quote files,
+libraries and users: none gives orders to the terminal or shows a password. For the run's own files see files.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def unfailing(stream: TextIO) -> TextIO:
 
 class _Unfailing:
     def __init__(self, stream: TextIO) -> None:
-        self.stream, self.failure = stream, ""
-        """Why text was lost, if the reader has not just exited."""
+        self.stream = stream
+        self.failure = ""
+        """Why text was lost; "" if none was, or only because the reader has closed its end."""
 
     def write(self, text: str) -> int:
         with self._noting():
@@ -84,7 +85,22 @@ class _Unfailing:
             if error.errno != errno.EPIPE:
                 self.failure = self.failure or str(error.strerror)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __enter__(self) -> _Unfailing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()  # the program still needs it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stream)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # of a copy that has none yet
+            raise AttributeError(name)
         return getattr(self.stream, name)
 
 

@@ -328,7 +328,7 @@ def test_exchanges_of_two_models_are_not_mixed_up(rank_facts: RankFacts, what: s
 def test_what_layers_hold_besides_weights_is_that_of_root_or_refused(rank_facts: RankFacts) -> None:
     """A Normalization that root has adapted, again before the second fit; vocabularies in another order."""
     for facts in rank_facts("derived", "srun", 2):
-        assert max(facts[name] for name in ("weights", "outputs", "broadcast")) < 1e-5, facts
+        assert max(facts[name] for name in ("weights", "outputs", "broadcast", "differ")) < 1e-5, facts
         for refused, what in (("refused", "string_lookup"), ("refused options", "rescaling")):
             assert facts[refused].startswith("model.fit: ranks 0 and 1 differ in "), facts
             assert f" of layer {what}, so that they compute something else of the same record." in facts[refused]

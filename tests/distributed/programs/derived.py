@@ -77,4 +77,14 @@ for name, model, data in refused:
     except UserError as error:
         facts[name] = str(error)
 
+# What may differ by rank: an initializer, since root sends the weights, and what a wrapper knows of the batch.
+initial = keras.initializers.Constant(1.0 if rank == 0 else 0.0)
+inputs = x[:24].reshape(8, 3, 3)[: 8 - 4 * rank]
+model = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(1, kernel_initializer=initial))])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+model.fit(inputs, inputs[..., :1], batch_size=4 - rank, epochs=2, verbose=0, callbacks=callbacks)
+weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
+facts["differ"] = rel_error(weights, hvd.broadcast_object(weights, 0))
+
 leave(rank, facts)

@@ -6,7 +6,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -517,11 +517,16 @@ callback_list = keras.callbacks.CallbackList(
 )
 given = list(callback_list.callbacks)
 facts["list_given_again"] = []
-for _ in range(2):
+for is_interrupted in (False, True, False):
     model = dense()
     model.compile(distributed(), "mse")
     callback_list.set_model(model)
     x, y = batch(0, range(2))
+    if is_interrupted:
+        model.train_step = None  # which raises
+        with suppress(TypeError):
+            model.fit(x[:8], y[:8], batch_size=4, verbose=0, callbacks=callback_list)
+        continue
     model.fit(x[:8], y[:8] * (np.nan if rank == size - 1 else 1), batch_size=4, verbose=0, callbacks=callback_list)
     facts["list_given_again"].append([bool(model.stop_training), callback_list.callbacks == given])
 

@@ -956,9 +956,13 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_unasked(tmp_path: 
         with pytest.raises(UserError, match=refused):
             run.store.find("auto")
         (run.directory / "summary.json").unlink(missing_ok=True)
+    other = Run(tmp_path / "other").save(7)
+    with pytest.raises(UserError, match=r"came to step 2, but not its checkpoints.*or choose another --output-dir"):
+        run.store.find(str(other.place(7)))
     assert run.store.find("never") is None
     run.store.rewind(0)
     assert run.store.find("auto") is None
+    assert run.store.find(str(other.place(7))) is not None
 
 
 def test_the_newest_step_is_told_beside_the_checkpoints(tmp_path: Path) -> None:

@@ -576,11 +576,29 @@ def test_no_ranks_are_started_while_what_was_there_of_a_run_is_gone(
     monkeypatch.setattr("horovod_train.commands.launch.LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(Supervisor, "_newest", newest)
     monkeypatch.setattr(Supervisor, "_pause", come_back)
-    assert supervise_by(start, PLAN, Program(["x"], ["x"], run_dir)) == 0
+    assert supervise_by(start, PLAN, Program(["x"], ["x"], run_dir, is_trainer=True)) == 0
     assert starts == [False, True]
-    gone = "is gone: removed, renamed or no longer mounted" if lost == "directory" else "gone, of which the newest was"
+    gone = (
+        "is gone: removed, renamed or no longer mounted"
+        if lost == "directory"
+        else "gone, or cannot be read; the newest was"
+    )
     said = re.findall(rf"^launch: .*{gone}.*; no ranks are started, after 0 s", capfd.readouterr().err, re.MULTILINE)
     assert len(said) == 2
+
+
+def test_a_script_may_remove_its_folder_and_make_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+
+    def start(words: Sequence[str], *_: object) -> OneStart:
+        if not run_dir.exists():
+            return OneStart(0, 0)
+        run_dir.rmdir()
+        return OneStart(1, 1)
+
+    assert supervise_by(start, PLAN, Program(["x"], ["x"], run_dir)) == 0
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,25 @@ def test_closed_streams_change_nothing(closed: str, tmp_path: Path) -> None:
     assert (tmp_path / "new").read_text() == ""
 
 
+def test_users_code_finds_streams_that_it_can_use() -> None:
+    script = """
+import copy, sys
+from horovod_train.output import console
+console.make_streams_unfailing()
+with sys.stdout as out:
+    out.writelines(["a ", "b"])
+    print(" c", file=copy.copy(out))
+print(sys.stdout.isatty(), sys.stdout.encoding, sys.stdout.fileno())
+print(list(sys.stdin))
+"""
+    command = [sys.executable, "-c", script]
+    shown = subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout
+    assert shown == "a b c\nFalse utf-8 1\n[]\n"
+    with open("/dev/full", "w") as full:
+        lost = [sys.executable, "-c", f"{script}sys.stdout.writelines(['x'] * 100_000)\nconsole.let_go()"]
+        assert subprocess.run(lost, input="", text=True, stdout=full).returncode == 0
+
+
 class Written(io.RawIOBase):
     """Keeps what each write to it had."""
 

@@ -195,7 +195,7 @@ def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_pa
 
 
 def test_the_lease_in_a_copy_of_a_folder_in_use_is_nobodys(tmp_path: Path, said: list[str]) -> None:
-    """Its process lives, and refreshes the other one. In a moved folder it still refreshes this one."""
+    """Its process lives, and refreshes the other one. A folder that is renamed is still the one that it holds."""
     original, copy, moved = tmp_path / "original", tmp_path / "copy", tmp_path / "moved"
     original.mkdir()
     held = open_lease(original)
