@@ -393,11 +393,10 @@ def write_model(
     if model.compiled:
         model.compiled, model.optimizer = False, None
     is_keras = path.suffix == ".keras"
-    specs, taken = _inputs(model), _taken(model)
-    signature = None  # Keras knows that of declared inputs
+    specs, taken = _declared_specs(model), _taken(model)
     if specs is None and inputs is not None:
         specs, taken = _specs(inputs), inputs.inputs
-        signature = [specs]
+    signature = None if specs is None else [specs]
     try:
         if is_keras:
             model.save(path)
@@ -490,18 +489,45 @@ def _input(name: str, tensor: keras.KerasTensor | tf.TensorSpec) -> Input:
     return Input(name, tf.as_dtype(tensor.dtype).name, tuple(tensor.shape))
 
 
+def _declared_specs(model: keras.Model) -> Any:
+    """Return the structure of the inputs that a model declares, of tf.TensorSpec; None if it declares none.
+
+    Keras would name them as they are, which fails for many names of columns.
+    """
+    structure = _inputs(model)
+    names = iter(_argument_names([one.name for one in _taken(model)]))
+
+    def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
+        return tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype, next(names))
+
+    if isinstance(structure, Mapping):  # as _taken orders them
+        return {name: spec(tensor) for name, tensor in structure.items()}
+    return None if structure is None else keras.tree.map_structure(spec, structure)
+
+
 def _specs(inputs: ModelInputs) -> Any:
     """Return what a model gets: a tf.TensorSpec, or a dict of them."""
-    specs, taken = dict[str, tf.TensorSpec](), set[str]()
-    for one in inputs.inputs:
-        # TensorFlow takes Python's names of arguments, and refuses two that its own replacements make equal.
-        base = re.sub(r"\W", "_", one.name, flags=re.ASCII) or "inputs"
-        name = base = base if base[0].isalpha() and not iskeyword(base) else f"input_{base}"
-        while name in taken:
-            name = f"{base}_{len(taken)}"
-        taken.add(name)
-        specs[one.name] = tf.TensorSpec(one.shape, one.dtype, name)
+    names = _argument_names([one.name for one in inputs.inputs])
+    pairs = zip(inputs.inputs, names, strict=True)
+    specs = {one.name: tf.TensorSpec(one.shape, one.dtype, name) for one, name in pairs}
     return specs if inputs.is_dict else specs[inputs.inputs[0].name]
+
+
+def _argument_names(names: Sequence[str]) -> list[str]:
+    """Return names that a signature can hold, all different. Those that it can hold stay as they are.
+
+    TensorFlow takes Python's names of arguments, and none that are equal in small letters.
+    """
+    bases = [re.sub(r"\W", "_", name, flags=re.ASCII) or "inputs" for name in names]
+    plain = [base[0].isalpha() and not iskeyword(base) and base != "self" for base in bases]
+    bases = [base if is_plain else f"input_{base}" for base, is_plain in zip(bases, plain, strict=True)]
+    found: dict[int, str] = {}
+    for number in sorted(range(len(names)), key=lambda number: bases[number] != names[number]):
+        taken, name = {name.lower() for name in found.values()}, bases[number]
+        while name.lower() in taken:
+            name = f"{name}_{number}"
+        found[number] = name
+    return [found[number] for number in range(len(names))]
 
 
 def _sample(tensor: keras.KerasTensor | tf.TensorSpec, open_size: int) -> tf.Tensor:

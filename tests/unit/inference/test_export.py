@@ -229,22 +229,42 @@ def test_a_model_that_declares_no_inputs_takes_those_of_its_run(tmp_path: Path, 
     assert np.array_equal(outputs, model(values))
 
 
-def test_names_that_no_signature_can_hold_stay_apart(tmp_path: Path) -> None:
-    """Names of columns: TensorFlow makes one of some, and takes no word of Python's and no digit in front."""
-    names = ["a/b", "a b", "a_b", "1", "class", "_", "größe"]
+ODD_NAMES = ["a b", "a_b", "1", "class", "self", "_", "größe", "m²", "A_B", "a-b", "input_1"]
+"""Names of columns: TensorFlow makes one of some, and takes no word of Python's and no digit in front."""
 
+
+@pytest.mark.parametrize("form", ["undeclared", "dict", "list"])
+def test_names_that_no_signature_can_hold_stay_apart(tmp_path: Path, form: str) -> None:
     class Sum(keras.Model):
         def call(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
-            return tf.stack([inputs[name] for name in names], axis=1)
+            return tf.concat([inputs[name] for name in ODD_NAMES], axis=1)
 
-    model, values = Sum(), {name: tf.fill((2,), float(number)) for number, name in enumerate(names)}
-    model(values)
-    inputs = ModelInputs(tuple(Input(name, "float32", (None,)) for name in names), is_dict=True)
+    values: Any = {name: tf.fill((2, 1), float(number)) for number, name in enumerate(ODD_NAMES)}
+    inputs, model = None, Sum()
+    if form == "undeclared":
+        model(values)
+        inputs = ModelInputs(tuple(Input(name, "float32", (None, 1)) for name in ODD_NAMES), is_dict=True)
+    else:
+        declared = {name: keras.Input((1,), name=name) for name in ODD_NAMES}
+        output = keras.layers.Concatenate()([*declared.values()])
+        model = keras.Model(declared if form == "dict" else [*declared.values()], output)
     write_model(model, tmp_path / "model", inputs=inputs)
-    assert len(signature(tmp_path / "model")) == len(names)
     saved = tf.saved_model.load(str(tmp_path / "model"))
-    outputs = saved.serve(values)
-    assert outputs.numpy().tolist() == [[*map(float, range(len(names)))]] * 2
+    by_column = values if form != "list" else [*values.values()]
+    expected = [[*map(float, range(len(ODD_NAMES)))]] * 2
+    assert saved.serve(by_column).numpy().tolist() == expected
+    arguments = ["a_b_0", "a_b", "input_1_2", "input_class", "input_self", "input__", "gr__e", "m_", "A_B_8", "a_b_9"]
+    served = saved.signatures["serving_default"]
+    (output,) = served(**dict(zip([*arguments, "input_1"], values.values(), strict=True))).values()
+    assert output.numpy().tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["class", "self", "a b", "m²", "1", "_"])
+def test_a_single_declared_input_may_have_any_name(tmp_path: Path, name: str) -> None:
+    x = keras.Input((4,), name=name)
+    (taken,) = write_model(keras.Model(x, keras.layers.Dense(2)(x)), tmp_path / "model")
+    assert taken.name == name
+    assert len(signature(tmp_path / "model")) == 1
 
 
 def test_declared_inputs_stay_what_the_model_says(tmp_path: Path) -> None:
