@@ -48,6 +48,8 @@ _WRITTEN_NUMBER = re.compile(
     r"(?P<unit>\s*\D{0,8})"
 )
 """A number as people write it: $1,234.50 or 1.234,50 EUR."""
+_LAYER_NAME = re.compile(r"(output|(cast|concatenate|dense|flatten|normalization|rescaling|string_lookup)(_\d+)?)")
+"""The names of the layers that a model gets here, which no input may have."""
 _PUNCTUATION = re.compile(r"""[!"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']""")
 """What keras.layers.TextVectorization removes by default."""
 
@@ -172,7 +174,7 @@ def _table(arguments: argparse.Namespace) -> Draft:
         numbers = table[target][is_trained_on].astype(np.float64)
         scale = f"{numbers.std() or 1.0:.6g}, offset={numbers.mean():.6g}"
         output = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", scale)
-    model = _with_slashes(TABLE_MODEL.replace("COLUMNS\n", "\n".join(layers) + "\n") + output, inputs)
+    model = _name_inputs(TABLE_MODEL, inputs).replace("COLUMNS\n", "\n".join(layers) + "\n") + output
     sections = [
         _data(arguments.path, _features(table, inputs, target), [target], inputs=list(inputs)),
         _model({"outputs": len(names) or 1}),
@@ -184,13 +186,18 @@ def _table(arguments: argparse.Namespace) -> Draft:
     return Draft("; note: ".join([found, *notes]), sections, {"model.py": model})
 
 
-def _with_slashes(model: str, names: Collection[str]) -> str:
-    """Return a model in which Keras does not warn of the inputs that must have other names, if there are any."""
-    if not any("/" in name for name in names):
-        return model
+def _name_inputs(model: str, names: Collection[str]) -> str:
+    """Return a model with names for the layers of its inputs: theirs, or others if Keras does not take one of those."""
+    if not any("/" in name or _LAYER_NAME.fullmatch(name) for name in names):
+        return model.replace("LAYER_NAME", "name")
     imports = "import keras\nfrom keras import layers\n"
-    quiet = 'warnings.filterwarnings("ignore", "When providing `inputs` as a dict")  # no layer has a / in its name\n'
-    return model.replace(imports, f"import warnings\n\n{imports}\n{quiet}", 1)
+    quiet = 'warnings.filterwarnings("ignore", "When providing `inputs` as a dict")  # see the names of inputs below\n'
+    model = model.replace(imports, f"import warnings\n\n{imports}\n{quiet}", 1)
+    named = """\
+        # Keras takes no / in the name of a layer, and no name twice, such as that of a layer below.
+        layer_name = f"{len(inputs)}_{name.replace('/', '_')}"
+        inputs[name]"""
+    return model.replace("        inputs[name]", named, 1).replace("LAYER_NAME", "layer_name")
 
 
 def _text(arguments: argparse.Namespace) -> Draft:
@@ -252,7 +259,7 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
         f"    {name!r}: {(schema.features[name].tensor_shape, schema.features[name].tensor_dtype)!r},\n"
         for name in schema.inputs
     )
-    model = _with_slashes(RECORD_MODEL.replace("INPUTS\n", layers), schema.inputs)
+    model = _name_inputs(RECORD_MODEL, schema.inputs).replace("INPUTS\n", layers)
     return Draft(f"records of {shapes}; inputs {', '.join(schema.inputs)}", sections, {"model.py": model})
 
 
@@ -489,13 +496,11 @@ COLUMNS
 
 
 def build(outputs: int, hidden: int = 64) -> keras.Model:
-    """{column: [batch, 1]} → [batch, outputs]: logits of classes, or a number."""
+    """{column: [batch, 1]}, or the only column → [batch, outputs]: logits of classes, or a number."""
     inputs, parts = {}, []
     for name, known in COLUMNS.items():
         is_text = isinstance(known, list)
-        # Keras takes no / in the name of a layer; the number keeps a/b and a_b apart.
-        layer = f"{name.replace('/', '_')}_{len(inputs)}" if "/" in name else name
-        inputs[name] = keras.Input((1,), name=layer, dtype="string" if is_text else "float32")
+        inputs[name] = keras.Input((1,), name=LAYER_NAME, dtype="string" if is_text else "float32")
         if is_text:
             parts.append(layers.StringLookup(vocabulary=known, output_mode="one_hot")(inputs[name]))
         else:
@@ -506,12 +511,14 @@ def build(outputs: int, hidden: int = 64) -> keras.Model:
 '''
 
 CLASS_OUTPUT = """\
-    return keras.Model(inputs, layers.Dense(outputs, dtype="float32", name="output")(x))
+    output = layers.Dense(outputs, dtype="float32", name="output")(x)
+    return keras.Model(inputs if len(inputs) > 1 else next(iter(inputs.values())), output)
 """
 NUMBER_OUTPUT = """\
     x = layers.Dense(outputs, dtype="float32")(x)
     # By the target's standard deviation and mean: a layer learns numbers around 0 best, whatever the target's size.
-    return keras.Model(inputs, layers.Rescaling(DEVIATION, offset=MEAN, dtype="float32", name="output")(x))
+    output = layers.Rescaling(DEVIATION, offset=MEAN, dtype="float32", name="output")(x)
+    return keras.Model(inputs if len(inputs) > 1 else next(iter(inputs.values())), output)
 """
 """How TABLE_MODEL ends, for a target of classes and for one that is a number."""
 
@@ -548,12 +555,10 @@ INPUTS
 
 
 def build(outputs: int, hidden: int = 128) -> keras.Model:
-    """{input: [batch, ...]} → [batch, outputs]: logits of classes, or a number."""
+    """{input: [batch, ...]}, or the only input → [batch, outputs]: logits of classes, or a number."""
     inputs = {}
     for name, (shape, dtype) in INPUTS.items():
-        # Keras takes no / in the name of a layer; the number keeps a/b and a_b apart.
-        layer = f"{name.replace('/', '_')}_{len(inputs)}" if "/" in name else name
-        inputs[name] = keras.Input(shape, name=layer, dtype=dtype)
+        inputs[name] = keras.Input(shape, name=LAYER_NAME, dtype=dtype)
     parts = [layers.Flatten()(keras.ops.cast(value, "float32")) for value in inputs.values()]
     x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
     for _ in range(2):
