@@ -42,6 +42,12 @@ MOST_TEXTS = 1000
 MOST_WORDS = 10_000
 MOST_SIZE = 1e19
 """The variance of larger numbers may be beyond float32."""
+MOST_ROUNDING = 0.01
+"""The coarsest step between numbers in float32, as a part of their standard deviation, that leaves them different."""
+SMALLEST_INPUT = 1e-6
+"""keras.layers.Normalization divides by 1e-7 at least."""
+SMALLEST_TARGET = 0.01
+"""Gradients of a squared error are as its square, and Adam adds 1e-7 to theirs: at 0.001 little is learned."""
 NEARLY_ALL = 0.9
 _WRITTEN_NUMBER = re.compile(
     r"(?P<sign>[^\w\s.,+-]?)\s*[+-]?(\d{1,3}(?P<between>[\s.,'’])\d{3}((?P=between)\d{3})*([.,]\d+)?|\d+([.,]\d+)?)"
@@ -166,14 +172,16 @@ def _table(arguments: argparse.Namespace) -> Draft:
             layers.append(f"    {name!r}: {texts!r},")
         else:
             numbers = column[is_trained_on].astype(np.float64)
-            layers.append(f"    {name!r}: ({numbers.mean():.6g}, {numbers.var() or 1.0:.6g}),")
+            layers.append(f"    {name!r}: ({float(numbers.mean())!r}, {float(numbers.var() or 1.0)!r}),")
+            notes += _notes_on_size(name, column, SMALLEST_INPUT)
     names = _classes_of(table[target])
     ends = _classification(epochs=30) if names else _regression()
     output = CLASS_OUTPUT
     if not names:
         numbers = table[target][is_trained_on].astype(np.float64)
-        scale = f"{numbers.std() or 1.0:.6g}, offset={numbers.mean():.6g}"
+        scale = f"{float(numbers.std() or 1.0)!r}, offset={float(numbers.mean())!r}"
         output = NUMBER_OUTPUT.replace("DEVIATION, offset=MEAN", scale)
+        notes += _notes_on_size(target, table[target], SMALLEST_TARGET)
     model = _name_inputs(TABLE_MODEL, inputs).replace("COLUMNS\n", "\n".join(layers) + "\n") + output
     sections = [
         _data(arguments.path, _features(table, inputs, target), [target], inputs=list(inputs)),
@@ -184,6 +192,26 @@ def _table(arguments: argparse.Namespace) -> Draft:
     what = f"{len(names)} classes" if names else "a number"
     found = f"{records} records; {', '.join(kinds)} → {target}, {what}; {_split(records)}"
     return Draft("; note: ".join([found, *notes]), sections, {"model.py": model})
+
+
+def _notes_on_size(name: str, column: np.ndarray, smallest: float) -> list[str]:
+    """Say what a column needs if the model could not tell its numbers apart. smallest: deviation that needs nothing."""
+    numbers = column.astype(np.float64)
+    least, most, deviation = column.min(), column.max(), numbers.std()
+    if least == most:
+        return []
+    step = float(np.spacing(np.float32(np.abs(numbers).max())))
+    if step > MOST_ROUNDING * deviation:
+        return [
+            f"{name} has numbers from {least} to {most}, which float32 rounds to steps of {step:.3g}, coarse for their "
+            f"standard deviation of {deviation:.3g}: subtract their least in the file, and run init again"
+        ]
+    if deviation < smallest:
+        return [
+            f"{name} has a standard deviation of {deviation:.3g}, too small for the model to learn from (less than "
+            f"{smallest:g}): write it in a smaller unit, and run init again"
+        ]
+    return []
 
 
 def _name_inputs(model: str, names: Collection[str]) -> str:

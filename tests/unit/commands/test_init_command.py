@@ -39,6 +39,47 @@ def test_words_with_what_ends_a_line_elsewhere_stay_whole() -> None:
     assert {"one\u2028two", "three\x85four"} <= {*layer.get_vocabulary()}
 
 
+@pytest.mark.parametrize("column", ["when", "price"])
+@pytest.mark.parametrize(
+    ("start", "step", "said"),
+    [
+        (1_700_000_000, 37, "has numbers from 1700000000 to 1700003663, which float32 rounds to steps of 128, coarse"),
+        (2**60, 1, "has numbers from 1152921504606846976 to 1152921504606847075, which float32 rounds to steps of"),
+        (0, 1e-9, "has a standard deviation of 2.89e-08, too small"),
+        (1_700_000_000, 3600 * 24, ""),
+        (2_024_010, 1, ""),
+        (5, 0, ""),
+    ],
+)
+def test_numbers_that_float32_makes_alike_are_said(
+    column: str, start: int, step: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = np.array([start + n * step for n in range(100)])
+    others = {"when": "price", "price": "when"}
+    np.savez("a.npz", **{column: numbers, others[column]: np.arange(100.0)})
+    assert main(["init", "table", "a.npz", "--target", "price"]) == 0
+    out = capsys.readouterr().out
+    assert ("note" in out) == bool(said)
+    assert f"{column} {said}" in out if said else True
+    assert not said or said in Path("config.yaml").read_text()
+
+
+def test_a_small_deviation_of_the_target_alone_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez("a.npz", rate=np.arange(100) * 1e-5, share=np.arange(100) * 1e-5)
+    assert main(["init", "table", "a.npz"]) == 0
+    assert "; note: share has a standard deviation of 0.000289, too small" in capsys.readouterr().out
+
+
+def test_large_numbers_are_scaled_by_all_their_digits() -> None:
+    """A mean in six digits is several deviations off; so is what a number is predicted from."""
+    rows = "".join(f"{1_700_123_456 + 3600 * n},{1_700_123_456 + 1800 * n}\n" for n in range(400))
+    model = built("table", f"when,until\n{rows}", outputs=1)
+    scaled = next(layer for layer in model.layers if isinstance(layer, keras.layers.Normalization))
+    times = np.float32(1_700_123_456) + 3600 * np.arange(400, dtype=np.float32)[:, None]
+    assert abs(np.mean(scaled(times))) < 0.1
+    assert abs(model.get_layer("output").offset - (1_700_123_456 + 1800 * 199.5)) < 1800 * 20
+
+
 @WARNINGS_FAIL
 @pytest.mark.parametrize("other", ["side", "km_h", "0_km_h"])
 def test_columns_may_have_names_that_no_layer_may(capsys: pytest.CaptureFixture[str], other: str) -> None:
