@@ -56,7 +56,8 @@ def test_numbers_that_float32_makes_alike_are_said(
 ) -> None:
     numbers = np.array([start + n * step for n in range(100)])
     others = {"when": "price", "price": "when"}
-    np.savez("a.npz", **{column: numbers, others[column]: np.arange(100.0)})
+    arrays: dict[str, Any] = {column: numbers, others[column]: np.arange(100.0)}
+    np.savez("a.npz", **arrays)
     assert main(["init", "table", "a.npz", "--target", "price"]) == 0
     out = capsys.readouterr().out
     assert ("note" in out) == bool(said)
