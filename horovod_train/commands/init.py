@@ -27,7 +27,7 @@ from horovod_train.data.random_access import FILES
 from horovod_train.data.random_access.numpy_files import refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
 from horovod_train.data.random_access.store import Request, read_block
-from horovod_train.data.schema import DATASET_NAME, load_schema
+from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError, one_line
 from horovod_train.output.console import to_stdout
@@ -272,15 +272,15 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
             "docs/data.md has each type; `check-data` then tries them on every record."
         )
     schema = load_schema(str(described[0] / DATASET_NAME))
+    target = _target_of_records(schema, described[0] / DATASET_NAME)
+    feature = schema.features[target]
     data: dict[str, Any] = {**splits, "global_batch_size": 64}
     if "eval" not in splits:
         data |= {"eval": splits["train"], "fold": f"1/{FOLDS}"}
-    targets = [schema.features.get(name) for name in schema.targets]
-    outputs = targets[0].classes if len(targets) == 1 and targets[0] else None
     sections = [
         ("", {"data": data}),
-        _model({"outputs": outputs or 1}),
-        *(_classification(epochs=10) if outputs else _regression()),
+        _model({"outputs": feature.classes or math.prod(feature.tensor_shape)}),
+        *(_classification(epochs=10) if feature.classes else _regression()),
     ]
     shapes = ", ".join(f"{name} {f.tensor_dtype}{list(f.tensor_shape)}" for name, f in schema.features.items())
     layers = "".join(
@@ -288,7 +288,34 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
         for name in schema.inputs
     )
     model = _name_inputs(RECORD_MODEL, schema.inputs).replace("INPUTS\n", layers)
-    return Draft(f"records of {shapes}; inputs {', '.join(schema.inputs)}", sections, {"model.py": model})
+    what = f"{feature.classes} classes" if feature.classes else "numbers" if feature.tensor_shape else "a number"
+    found = f"records of {shapes}; {', '.join(schema.inputs)} → {target}, {what}"
+    if not feature.classes and feature.stored_dtype != "float32":
+        found += (
+            f"; note: if {target} is a class, give it `classes: N` in {described[0] / DATASET_NAME}, and init again"
+        )
+    return Draft(found, sections, {"model.py": model})
+
+
+def _target_of_records(schema: Schema, path: Path) -> str:
+    """Return the name of the target. Raises UserError for records that RECORD_MODEL cannot learn from."""
+    if len(schema.targets) != 1:
+        raise UserError(f"{path}: expected one target; it has {listed(schema.targets) or 'none'}.")
+    (target,) = schema.targets
+    for name in (*schema.inputs, target):
+        if schema.features[name].tensor_dtype == "string":
+            raise UserError(
+                f"{path}: {name} is text; init tfrecords takes numbers. Store the numbers of its classes or words, or "
+                "read the text from a table: init table, init text."
+            )
+    shape = schema.features[target].tensor_shape
+    if len(shape) > 1 or (schema.features[target].classes and shape not in ((), (1,))):
+        raise UserError(
+            f"{path}: {target}: expected a class, a number or a list of numbers; each record has "
+            f"{'classes' if schema.features[target].classes else 'numbers'} of shape {list(shape)}. Write a model of "
+            "your own for it."
+        )
+    return target
 
 
 def _mine(arguments: argparse.Namespace) -> Draft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,65 @@ def test_inputs_of_records_may_have_names_that_no_layer_may(names: str) -> None:
     assert {*model.input} == {*names.split(",")}
     others = {layer.name for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)}
     assert all(init._LAYER_NAME.fullmatch(layer) for layer in others)
+
+
+def records_of(capsys: pytest.CaptureFixture[str], targets: list[str], inputs: str = "x", **features: Any) -> str:
+    """What `init tfrecords` says of such records: its first line, or its error."""
+    arrays = {
+        "x": np.arange(60, dtype=np.float32).reshape(20, 3),
+        "k": np.arange(20) % 2,
+        "t": np.array(["a", "b"] * 10),
+    }
+    np.savez("a.npz", **arrays, v=arrays["x"] * 2, m=np.ones((20, 2, 2)))
+    words = ["--inputs", inputs, *(["--targets", *targets] if targets else []), "--shards", "1"]
+    assert main(["prepare", "npz", "--file", "a.npz", "--out", "records", "--eval-fraction", "0.2", *words]) == 0
+    for path in Path("records").rglob("dataset.json"):
+        described = json.loads(path.read_text())
+        for name, settings in features.items():
+            described["features"][name] |= settings
+        path.write_text(json.dumps(described))
+    capsys.readouterr()
+    code = main(["init", "tfrecords", "records"])
+    out, err = capsys.readouterr()
+    return out.splitlines()[0] if code == 0 else err
+
+
+def test_labels_of_records_are_numbers_unless_they_say_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = records_of(capsys, ["k"])
+    assert "; x → k, a number; note: if k is a class, give it `classes: N` in records/" in said
+    assert load(["config.yaml"])[0].model.options == {"outputs": 1}
+
+
+def test_labels_of_records_that_say_classes_are_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert records_of(capsys, ["k"], k={"classes": 2}).endswith("; x → k, 2 classes")
+    assert load(["config.yaml"])[0].model.options == {"outputs": 2}
+
+
+def test_a_target_of_several_numbers_has_an_output_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """One output would be compared with all three, without a word."""
+    assert records_of(capsys, ["v"]).endswith("; x → v, numbers")
+    assert load(["config.yaml"])[0].model.options == {"outputs": 3}
+
+
+@pytest.mark.parametrize(
+    ("targets", "inputs", "said"),
+    [
+        ([], "x", "expected one target; it has none."),
+        (["k", "v"], "x", "expected one target; it has k, v."),
+        (["t"], "x", "t is text; init tfrecords takes numbers."),
+        (["k"], "t", "t is text; init tfrecords takes numbers."),
+        (["m"], "x", "m: expected a class, a number or a list of numbers; each record has numbers of shape [2, 2]."),
+    ],
+)
+def test_records_that_the_model_cannot_learn_from_are_refused(
+    targets: list[str], inputs: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"dataset.json: {said}" in records_of(capsys, targets, inputs)
+    assert not Path("config.yaml").exists()
+
+
+def test_a_class_for_each_place_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "each record has classes of shape [3]" in records_of(capsys, ["v"], v={"type": "int64", "classes": 2})
 
 
 def test_a_column_whose_name_has_several_lines_leaves_the_config_whole() -> None:
