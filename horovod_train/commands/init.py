@@ -408,7 +408,7 @@ def _load_columns(opener: OpenStore, path: str) -> dict[str, np.ndarray]:
             "records out."
         )
     for name, column in table.items():
-        if column.dtype.kind == "f" and np.abs(column).max(initial=0) > MOST_SIZE:
+        if column.dtype.kind == "f" and np.abs(column.astype(np.float64)).max(initial=0) > MOST_SIZE:
             raise UserError(
                 f"{path}: {name} has numbers beyond {MOST_SIZE:g}, by which a model in float32 cannot scale; write "
                 "them in a larger unit, or their logarithms."

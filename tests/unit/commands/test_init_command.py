@@ -330,6 +330,13 @@ def test_arrays_that_are_not_finite_are_refused(
     assert not Path("model.py").exists()
 
 
+@WARNINGS_FAIL
+def test_half_precision_is_taken_without_a_warning() -> None:
+    np.savez("a.npz", b=np.linspace(0, 6e4, 40).astype(np.float16), c=np.arange(40).astype(np.float16))
+    assert main(["init", "table", "a.npz"]) == 0
+    assert main(["prepare", "npz", "--file", "a.npz", "--inputs", "b", "--targets", "c", "--out", "records"]) == 0
+
+
 def test_numbers_as_large_as_a_variance_allows_are_taken() -> None:
     rows = "".join(f"{'-' if n % 2 else ''}9.9e18,{n * 0.5}\n" for n in range(40))
     model = built("table", f"a,b\n{rows}", outputs=1)
