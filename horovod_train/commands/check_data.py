@@ -220,7 +220,8 @@ def _read_all(records: Records, config: DataConfig, report: Report) -> None:
             digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
             for name, values in arrays.items():
                 feature = features.get(name)
-                report.features[name].add(without_padding(feature, values) if feature else values)
+                numbers = np.asarray(values)  # a parser in TensorFlow gives tensors
+                report.features[name].add(without_padding(feature, numbers) if feature else numbers)
                 for record, fault in _not_finite(numbers, np.asarray(values)):
                     bad.setdefault(record, reader.name_record(record, f"feature {name}: {fault}"))
                 feature = features.get(name)

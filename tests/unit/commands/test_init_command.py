@@ -134,12 +134,8 @@ def test_inputs_of_records_may_have_names_that_no_layer_may(names: str) -> None:
 
 def records_of(capsys: pytest.CaptureFixture[str], targets: list[str], inputs: str = "x", **features: Any) -> str:
     """What `init tfrecords` says of such records: its first line, or its error."""
-    arrays = {
-        "x": np.arange(60, dtype=np.float32).reshape(20, 3),
-        "k": np.arange(20) % 2,
-        "t": np.array(["a", "b"] * 10),
-    }
-    np.savez("a.npz", **arrays, v=arrays["x"] * 2, m=np.ones((20, 2, 2)))
+    x = np.arange(60, dtype=np.float32).reshape(20, 3)
+    np.savez("a.npz", x=x, k=np.arange(20) % 2, t=np.array(["a", "b"] * 10), v=x * 2, m=np.ones((20, 2, 2)))
     words = ["--inputs", inputs, *(["--targets", *targets] if targets else []), "--shards", "1"]
     assert main(["prepare", "npz", "--file", "a.npz", "--out", "records", "--eval-fraction", "0.2", *words]) == 0
     for path in Path("records").rglob("dataset.json"):
