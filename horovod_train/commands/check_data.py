@@ -219,14 +219,13 @@ def _read_all(records: Records, config: DataConfig, report: Report) -> None:
             stored, numbers = itertools.compress(split_records(data), usable), numbers[usable]
             digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
             for name, values in arrays.items():
+                array = np.asarray(values)  # a parser in TensorFlow gives tensors
                 feature = features.get(name)
-                numbers = np.asarray(values)  # a parser in TensorFlow gives tensors
-                report.features[name].add(without_padding(feature, numbers) if feature else numbers)
-                for record, fault in _not_finite(numbers, np.asarray(values)):
+                report.features[name].add(without_padding(feature, array) if feature else array)
+                for record, fault in _not_finite(numbers, array):
                     bad.setdefault(record, reader.name_record(record, f"feature {name}: {fault}"))
-                feature = features.get(name)
                 if feature and feature.decode == "image":
-                    problems = threads.map(partial(image_problem, feature), np.asarray(values).tolist())
+                    problems = threads.map(partial(image_problem, feature), array.tolist())
                     for record, problem in zip(numbers.tolist(), problems, strict=True):
                         if problem:
                             bad[record] = reader.name_record(record, f"feature {name}: {problem}")
