@@ -194,15 +194,14 @@ def _train(argv: Sequence[str]) -> int:
         config, origins = load_config(arguments)
         if is_first_run:
             config, data_folder = place_digits(config, origins)
-        if arguments.print_config:
-            to_stdout(dump(config, origins).rstrip("\n"))
+        if only_prints:
+            if arguments.print_config:
+                to_stdout(dump(config, origins).rstrip("\n"))
+            else:
+                path_to_stdout(require_output_dir(config))
             check_written()
             return 0
         output_dir = require_output_dir(config)
-        if arguments.print_output_dir:
-            path_to_stdout(output_dir)
-            check_written()
-            return 0
         if is_first_run:
             if launch.rank == 0:
                 to_stdout(describe_example(config))

@@ -370,9 +370,9 @@ class CheckpointSet:
 
     def tell_newest(self) -> None:
         """Write saved.json, or remove it if there is no checkpoint."""
-        path = self.folder.parent / SAVED
         if not self._is_ours():
             return
+        path = self.folder.parent / SAVED
         if steps := steps_in(self.folder):
             write_atomically(path, json_text({"step": steps[0]}) + "\n", _SAVED)
         else:

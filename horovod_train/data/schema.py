@@ -216,7 +216,7 @@ def check_same_classes(
 
 
 def warn_of_names_of_numbers(names: Sequence[str], where: str) -> None:
-    """Warn of names of classes that are other numbers than those they name, where labels are numbers too."""
+    """Warn of names that are numbers, but not those of their labels. For records whose labels are numbers."""
     try:
         numbers = list(map(int, names))
     except ValueError:

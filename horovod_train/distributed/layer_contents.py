@@ -81,7 +81,7 @@ def how_built(model: keras.Model) -> dict[str, str]:
     return options | {"order of layers": order}
 
 
-def options_without_weights(model: keras.Model) -> dict[str, str]:
+def options_of_weightless_layers(model: keras.Model) -> dict[str, str]:
     """Return digests of the options of Keras' own layers that have no weights, by name, in the order of the layers.
 
     Those of others may differ by rank: initializers, where root sends the weights, and sizes of what is a rank's own.

@@ -122,7 +122,7 @@ def distribute(optimizer: Any, apply: Apply) -> None:
     Raises UserError for an optimizer that is already distributed, under another backend of Keras, and under the
     mixed_float16 policy for one that is not a LossScaleOptimizer. Keras would wrap that one in a LossScaleOptimizer
     that checks on each rank whether *its* gradients are finite; ranks with different answers would wait for each other
-    forever. So does a copy of what it has made: it would be plain.
+    forever. Later, to copy or pickle the optimizer raises UserError: the copy would be a plain one.
     """
     require_tensorflow("DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -188,7 +188,8 @@ def _distributed(base: type, apply_distributed: Apply) -> type:
 
         def __reduce__(self) -> Any:
             raise UserError(
-                f"{self.name} is distributed, which no copy of it would be. Copy or pickle an optimizer before it is."
+                f"{self.name} is distributed, which no copy of it would be. Copy or pickle an optimizer "
+                "before it is distributed."
             )
 
     return Distributed

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed import objects
 from horovod_train.distributed.group import key_of, name_of
-from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options_without_weights
+from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options_of_weightless_layers
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.optimizer import require_tensorflow
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
@@ -367,7 +367,7 @@ def _check_contents(model: keras.Model, root_rank: int) -> None:
 
     By position, because Keras numbers the names of layers in each process.
     """
-    held = contents(model, of_keras_only=True) | options_without_weights(model)
+    held = contents(model, of_keras_only=True) | options_of_weightless_layers(model)
     with exchanging("the start of model.fit"):
         given = objects.gather([list(held), list(held.values())], "fit.contents")
     names, of_root = given[root_rank]
@@ -376,7 +376,7 @@ def _check_contents(model: keras.Model, root_rank: int) -> None:
             name = next(name for name, *both in zip(names, values, of_root, strict=True) if both[0] != both[1])
             raise UserError(
                 f"model.fit: ranks {root_rank} and {rank} differ in {name}, so that they compute something else of the "
-                "same record. Give the layer the same on all ranks; adapt it on the same records, or to root's."
+                "same record. Give the layer the same options on all ranks, and adapt it on the same records."
             )
 
 

@@ -95,9 +95,6 @@ class _Unfailing:
     def __exit__(self, *_: object) -> None:
         self.flush()  # the program still needs it
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stream)
-
     def __getattr__(self, name: str) -> Any:
         if name == "stream":  # of a copy that has none yet
             raise AttributeError(name)
@@ -116,8 +113,8 @@ def make_streams_unfailing() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, this one
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115  as long as we
-            setattr(sys, name, nowhere)
+            # Open for as long as the process lives.
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # a locale that knows ASCII only would lose lines, or end us by them
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

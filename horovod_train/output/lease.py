@@ -203,11 +203,11 @@ def _of_another_user(path: Path) -> UserError:
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     """Return who holds a run directory, when its lease was last refreshed, and whether the holder's process lives.
 
-    Holder None: the file names none. Process None: see _is_running. Raises OSError.
+    Holder None: the file names none. Process None: see _holds. Raises OSError.
     """
     with _opened(directory / NAME, os.O_RDONLY) as descriptor:
         holder, refreshed = _read(descriptor), os.fstat(descriptor).st_mtime
-    return holder, refreshed, _is_running(holder, directory)
+    return holder, refreshed, _holds(holder, directory)
 
 
 def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> float:
@@ -236,7 +236,7 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
             silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s)
             name = str(holder or UNNAMED)
-            runs_here = _is_running(holder, path.parent)
+            runs_here = _holds(holder, path.parent)
             has_changed = watched not in (None, (holder, refreshed_ns))
             is_silent = silent_s > stale_s and not has_changed and waited_s > 2 * refresh_s
             is_stale = runs_here is False or is_silent
@@ -367,7 +367,7 @@ def _machine() -> str:
     return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _is_running(holder: Holder | None, directory: Path) -> bool | None:
+def _holds(holder: Holder | None, directory: Path) -> bool | None:
     """Return whether a holder's process holds this directory; None if that cannot be known here.
 
     It runs on another machine, or its lease is one of another folder, of which this is a copy.

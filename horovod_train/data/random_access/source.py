@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -154,13 +155,13 @@ def _first_readable(stores: Sequence[Store]) -> tuple[Store, Arrays]:
     """
     failures: list[UserError] = []
     for store in stores:
+        records = (arrays for _, arrays in _first_records(store))
         try:
-            _, arrays = _first_record(store)
+            first = next(records)
         except UserError as error:
             failures.append(error)
             continue
-        whole = (found for _, found in _first_records(store) if not _has_null(found))
-        return store, next(whole, arrays)
+        return store, next((each for each in itertools.chain([first], records) if not _has_null(each)), first)
     raise failures[0]
 
 
