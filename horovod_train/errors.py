@@ -117,7 +117,8 @@ def unusable(what: str, error: OSError, advice: str) -> RunError:
 
 _REFUSED_PATHS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Ask its owner for access, or name another."),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there, or name another."),
+    errno.ENOSPC: "Free space there, or name another.",
+    errno.EDQUOT: "Remove files of yours there, or name another.",
     errno.EROFS: "Name another.",
     errno.ENAMETOOLONG: "Give a shorter path.",
 }

@@ -53,6 +53,11 @@ def listed(names: Iterable[object], most: int = 6, noun: str = "") -> str:
     return ", ".join(texts[:most]) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 fault, 2 faults."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _without_user(url: str) -> str:
     before, at, after = url.rpartition("@")
     return _USER.sub("…@", before + at) + after  # without the rest, in which each :// would look for an @

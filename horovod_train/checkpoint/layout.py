@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from horovod_train.config.loader import as_dict, by_key
+from horovod_train.config.paths import link_to_nothing
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import ReadFailed, UserError, unreadable, unusable
 from horovod_train.output.files import parse_json, read_json, read_whole
@@ -396,10 +397,8 @@ def open_checkpoint(path: str, where: str, read: Read = verify) -> Checkpoint:
     try:
         folder = next(iter(checkpoints_at(Path(path))), None)
         if folder is None:
-            raise UserError(
-                f"{where}: no checkpoint at {path}; expected a run directory, its checkpoints folder, or a "
-                f"{step_name(0)} in that."
-            )
+            expected = f"expected a run directory, its checkpoints folder, or a {step_name(0)} in that"
+            raise UserError(f"{where}: {link_to_nothing(path) or f'no checkpoint at {path}; {expected}.'}")
         return read(folder)
     except Damaged as error:
         if _may_be_whole(error):
@@ -433,8 +432,8 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
     "never", because they would be lost, and for a path of another run, because two runs would be mixed.
     """
     try:
-        if folder.is_symlink() and not folder.exists():
-            raise UserError(f"checkpoint.resume: {resume}: {folder} is a link to nothing: is its disk mounted?")
+        if folder.is_symlink() and (gone := link_to_nothing(folder)):
+            raise UserError(f"checkpoint.resume: {resume}: {gone}")
         if resume == "never":
             if steps_in(folder):
                 raise UserError(

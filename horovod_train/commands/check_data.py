@@ -40,13 +40,17 @@ from horovod_train.data.dataset import (
     scan_records,
 )
 from horovod_train.data.files import record_folders
+from horovod_train.data.prepare.images import class_names
+from horovod_train.data.random_access.images import is_image_folder
 from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.reader import Reader, parse_all, without_padding
 from horovod_train.data.sampler import Plan
 from horovod_train.data.source import Blocks, split_records
+from horovod_train.data.storage import DEFAULT
 from horovod_train.errors import ReadFailed, RunError, UserError
 from horovod_train.host import usable_cores
 from horovod_train.output import logs
+from horovod_train.shown_text import counted
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
 _MAX_LISTED = 100
@@ -101,7 +105,7 @@ def _check(console: Console, configs: Sequence[Config]) -> int:
         console.print(sentence, markup=False)
     if bad:
         suffix = f", the first {_MAX_LISTED} shown" if len(bad) > _MAX_LISTED else ""
-        raise UserError(f"check-data: {len(bad)} {'fault' if len(bad) == 1 else 'faults'}{suffix}.")
+        raise UserError(f"check-data: {counted(len(bad), 'fault')}{suffix}.")
     return 0
 
 
@@ -110,13 +114,29 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     if bool(arguments.paths) == bool(arguments.config):
         raise UserError("check-data: give either the path of records or --config.")
     if arguments.paths:
-        folders = [folder for path in arguments.paths for folder in record_folders(path, SOURCES)]
-        return [Config(data=DataConfig(train=(folder,))) for folder in folders]
+        folders = [folder for path in arguments.paths for folder in _splits(path)]
+        return [Config(data=DataConfig(train=(folder,), features=_features(folder))) for folder in folders]
     config = load_from_arguments(arguments.config)
     splits = [config.data.train]
     if config.data.eval and config.data.eval != config.data.paths("train"):  # equal with fold and eval_fraction
         splits.append(config.data.eval)
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
+
+
+def _splits(path: str) -> list[str]:
+    """Return the path itself, or of a folder of splits those that hold records, or images by class."""
+    folders = record_folders(path, SOURCES)
+    if folders != [path] or not os.path.isdir(path) or is_image_folder(path, DEFAULT):
+        return folders
+    splits = [os.path.join(path, name) for name in class_names(path)]
+    return [folder for folder in splits if is_image_folder(folder, DEFAULT)] or [path]
+
+
+def _features(folder: str) -> dict[str, Any]:
+    """Return what is to be said of images by class so that each can be read: any size is good without a config."""
+    if not os.path.isdir(folder) or not is_image_folder(folder, DEFAULT):
+        return {}
+    return {"image": {"type": "bytes", "decode": "image", "shape": [1, 1, 3], "resize": "stretch"}}
 
 
 # --- what the records hold --------------------------------------------------------------------------------------
@@ -258,7 +278,7 @@ def _bytes_of_value(value: Any) -> bytes:
 def _show_report(console: Console, report: Report) -> None:
     console.print(
         f"{report.where}: {report.records} records in {files_or_folder(report.files)}, {report.bytes / 1e6:.1f} MB; "
-        f"{len(report.bad)} faults, {report.duplicates} duplicates",
+        f"{counted(len(report.bad), 'fault')}, {counted(report.duplicates, 'duplicate')}",
         markup=False,
     )
     rows = [

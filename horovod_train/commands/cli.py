@@ -37,7 +37,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.host import cache_folder
 from horovod_train.output import lease
-from horovod_train.output.console import Screen, plain
+from horovod_train.output.console import Screen, check_written, plain
 from horovod_train.output.files import Artifact, check, write_atomically
 from horovod_train.output.rank_log import FOLDER
 from horovod_train.shown_text import listed
@@ -88,6 +88,11 @@ class Parser(argparse.ArgumentParser):
             message = f"{unknown[0]}: settings are written without dashes, with =: {setting}=VALUE"
         command = self.prog.partition(" ")[2]
         raise UserError(f"{command}: " * bool(command) + f"{message.rstrip('.')}. See --help.")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the program after --help. Raises RunError if that could not be written."""
+        check_written()
+        super().exit(status, message)
 
     def add_subparsers(self, **options: Any) -> Any:
         action = super().add_subparsers(**options)

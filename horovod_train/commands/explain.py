@@ -78,7 +78,11 @@ _BY_TEXT = (
         "raise the limit on the size of a file (ulimit -f), or see what the file system of {run_dir} takes",
     ),
     (
-        r"No space left on device|Disk quota exceeded|the disk of .* has .* free",
+        r"Disk quota exceeded",
+        "remove files of yours there, or ask for a larger quota (quota -s, or the file system's own command)",
+    ),
+    (
+        r"No space left on device|the disk of .* has .* free",
         "free space on the disk that is full (df {run_dir})",
     ),
     (r"output_dir: .* is gone: removed, renamed", "bring {run_dir} back, or choose another --output-dir"),

@@ -63,6 +63,7 @@ from horovod_train.data.sampler import Plan, padding_share
 from horovod_train.errors import RunError, UserError
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 from horovod_train.output import logs
+from horovod_train.shown_text import counted
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(facts, notes, faults)
     if faults:
-        raise UserError(f"plan: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} in the config.")
+        raise UserError(f"plan: {counted(len(faults), 'fault')} in the config.")
     return 0
 
 

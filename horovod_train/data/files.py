@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.config.paths import is_remote
+from horovod_train.config.paths import is_remote, link_to_nothing
 from horovod_train.data.globs import matching
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
-from horovod_train.errors import UserError, unreadable
+from horovod_train.errors import UserError, said_by_system, unreadable
 from horovod_train.host import cache_folder
 from horovod_train.output.files import Artifact, remove
 from horovod_train.shown_text import listed
@@ -76,6 +76,9 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
     except OSError as error:
         raise unreadable(error)(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
     files = [name for names in lists for name in names]
+    for path in {*paths} & {*files}:
+        if gone := link_to_nothing(path):
+            raise UserError(f"{setting}: {gone}")
     check_named_once(files, setting)
     for name in files:
         check_regular(name)
@@ -245,12 +248,21 @@ def paths_in_cache(name: str, index_dir: str | None) -> list[Path]:
 
 
 def save_to_first(places: Sequence[Path], save: Callable[[Path], None]) -> None:
-    """Save at the first place that can be written. If none can, the records are read again at the next start."""
+    """Save at the first place that can be written. If none can, warn: the records are read again at the next start."""
+    failures = []
     for place in places:
-        with contextlib.suppress(OSError):
+        try:
             place.parent.mkdir(parents=True, exist_ok=True)
             save(place)
+        except OSError as error:
+            failures.append(f"{place}: {said_by_system(error)}")
+        else:
             return
+    where = "; ".join(failures)
+    log.warning(
+        f"what was found in the records cannot be saved, so the next start reads them again: {where}. "
+        "data.index_dir can name another folder."
+    )
 
 
 @contextlib.contextmanager

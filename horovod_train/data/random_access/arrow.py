@@ -166,8 +166,10 @@ class ArrowFile(_Batches):
 
 
 def check_types(schema: Any, names: Sequence[str], path: str) -> None:
-    """Raise UserError for columns of a type that has no tensor."""
+    """Raise UserError for columns of a type that has no tensor, and for a name that two columns have."""
     for name in names:
+        if schema.names.count(name) > 1:
+            raise UserError(f"{path}: {schema.names.count(name)} columns are named {name}. Give each another name.")
         if not _is_supported(schema.field(name).type):
             raise UserError(
                 f"{path}: column {name} is {schema.field(name).type}; expected numbers, text, or lists of numbers. "

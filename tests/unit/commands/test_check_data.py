@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from made_records import example, ids_of, image_record, make_images, write_file
 
 from horovod_train.commands import bench, check_data, index
@@ -43,6 +44,23 @@ def test_good_data_is_summed_up(data: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{data}/train: 70 records in 3 files, 0.0 MB; 0 faults, 0 duplicates" in lines
     assert any(line.split() == ["label", "int64", "[]", "0", "9", "4.5"] for line in lines)
     assert "label: " + ", ".join(f"{label}: 7" for label in range(10)) in lines
+
+
+def test_images_by_class_need_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of any size, as those of photos differ; a file that is no image is still a fault."""
+    for number in range(6):
+        file = tmp_path / "photos" / ("train", "val")[number // 4] / f"class{number % 2}" / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(tf.io.encode_png(np.full((8 + number, 6, 3), number, np.uint8)).numpy())
+    assert run(check_data, tmp_path / "photos") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2] for line in lines if "records in" in line] == [
+        f"{count} records in 1 file or folder, 0.0 MB; 0 faults, 0 duplicates" for count in (4, 2)
+    ]
+    file.write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"check-data: 1 fault\."):
+        run(check_data, tmp_path / "photos" / "val")
+    assert f"{file}: feature image: expected an image" in capsys.readouterr().out
 
 
 def test_duplicates_are_counted(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_an_error_of_all_ranks_is_that_of_the_rank_where_it_began(tmp_path: Path
         ),
         (
             "the last checkpoint could not be saved: Disk quota exceeded",
-            "free space on the disk that is full (df {run})",
+            "remove files of yours there, or ask for a larger quota",
         ),
         (
             "the last checkpoint could not be saved: File too large",

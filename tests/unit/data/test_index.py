@@ -301,7 +301,9 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
         path = write_file(Path(folder, "a.tfrecord"), [b"abc"])
         command = [sys.executable, "-c", program, str(path)]
         said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-    assert (said.stdout, said.stderr) == ("1\n", "")
+    assert said.stdout == "1\n"
+    assert said.stderr.startswith("what was found in the records cannot be saved, so the next start reads them again: ")
+    assert len(said.stderr.splitlines()) == 1
 
 
 def test_of_several_processes_one_scans_and_the_others_wait_and_say_so(
@@ -392,6 +394,13 @@ def test_index_dir_is_used_where_given(tmp_path: Path) -> None:
     open_records(config(folder, index_dir=str(tmp_path / "indexes")), "train")
     assert not (folder / "index.npz").exists()
     assert len(list((tmp_path / "indexes").iterdir())) == 1
+
+
+def test_an_index_dir_that_cannot_be_used_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_images(tmp_path / "train")
+    open_records(config(folder, index_dir="/proc/none"), "train")
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "so the next start reads them again: /proc/none/" in said
 
 
 def test_files_come_in_order_of_names_whatever_the_folder_gives(tmp_path: Path) -> None:

@@ -117,6 +117,11 @@ def as_parquet(values: Any) -> Callable[[Path], Path]:
     return write
 
 
+def as_parquet_twice(folder: Path) -> Path:
+    pa.parquet.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["x", "x"]), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
 def as_file(name: str, content: bytes) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         (folder / name).write_bytes(content)
@@ -192,6 +197,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     ),
     "empty HDF5": (as_hdf5("group/x", np.zeros((0, 3))), {}, "a.h5 holds no record."),
     "nested column": (as_parquet([{"a": 1}]), {}, "a.parquet: column x is struct<a: int64>; expected numbers, text"),
+    "a name of two columns": (as_parquet_twice, {}, "a.parquet: 2 columns are named x. Give each another name."),
     "lists of any length": (as_parquet(LISTS), {}, "data.features: x: holds lists of any length. Give the most values"),
     "lists that are too long": (
         as_parquet(LISTS),

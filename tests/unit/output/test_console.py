@@ -63,6 +63,8 @@ COMMANDS: list[list[str]] = [
     ],
     ["--config", "{config}", "--print-config"],
     ["--config", "{config}", "--print-output-dir"],
+    ["--help"],
+    ["evaluate", "--help"],
 ]
 
 
