@@ -143,9 +143,12 @@ def find_keras(module: ModuleType, base: type, name: str) -> type | None:
     return classes.get(fold(name)) or classes.get(fold(_spelled_out(module, name)))
 
 
-def is_short(module: ModuleType, name: str) -> bool:
-    """Return whether a name is one of Keras' short names for something of that module, such as `mse`."""
-    return fold(_spelled_out(module, name)) != fold(name)
+def is_short(module: ModuleType, base: type, name: str) -> bool:
+    """Return whether a name is one of Keras' short names for something of that module, such as `mse`.
+
+    Keras is not asked about the name of a class: it would make an object, and number the name of the next one.
+    """
+    return fold(name) not in _keras_classes(module, base) and fold(_spelled_out(module, name)) != fold(name)
 
 
 def _spelled_out(module: ModuleType, name: str) -> str:

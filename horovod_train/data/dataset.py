@@ -18,7 +18,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_named_once, fits, has_records, list_files, record_folders
 from horovod_train.data.random_access import FILES, FOLDERS
 from horovod_train.data.random_access.array_record import open_array_records
-from horovod_train.data.random_access.images import UnlabelledImages, are_images
+from horovod_train.data.random_access.images import ImageFolder, UnlabelledImages, are_images
 from horovod_train.data.random_access.source import (
     OpenStore,
     RandomAccessRecords,
@@ -199,7 +199,8 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     if config.source:
         open_store: OpenStore | None = partial(UsersStore, spec=config.source)
     else:
-        open_store = _folder_opener(paths, storage, needs_labels=needs_labels)
+        by_class = needs_labels or bool(config.fold or config.eval_fraction)  # the parts are of records in their order
+        open_store = _folder_opener(paths, storage, by_class=by_class)
     if open_store:
         check_named_once(paths, setting)
         kind, files, counts, notes = "", list(paths), [1] * len(paths), list[str]()
@@ -244,21 +245,23 @@ def _open_stores(
     return Records(source, schema, setting, source.notes, describes_itself=True)
 
 
-def _folder_opener(paths: Sequence[str], storage: Storage, *, needs_labels: bool) -> OpenStore | None:
+def _folder_opener(paths: Sequence[str], storage: Storage, *, by_class: bool) -> OpenStore | None:
     """Return what opens these folders if each is a data set of the same kind; None if they contain files of records.
 
-    Without labels, images may also be anywhere in a folder, of a glob, or single files.
+    by_class: whether images must be in a folder for each class; else they may be anywhere in a folder, of a glob, or
+    single files, in the same order.
     """
+    kinds: Iterator[OpenStore] = iter(())
     try:
         if all(_is_readable_folder(path, storage) and not _has_record_files(path, storage) for path in paths):
-            for is_kind, opener in FOLDERS:
-                if all(is_kind(path, storage) for path in paths):
-                    return opener
-        if not needs_labels and are_images(paths) and not any(_has_tables(path, storage) for path in paths):
+            kinds = (opener for is_kind, opener in FOLDERS if all(is_kind(path, storage) for path in paths))
+        kind = next(kinds, None)
+        may_be_anywhere = kind in (None, ImageFolder) and not by_class
+        if may_be_anywhere and are_images(paths) and not any(_has_tables(path, storage) for path in paths):
             return UnlabelledImages
     except OSError:
-        pass  # list_files says what cannot be read
-    return None
+        return None  # list_files says what cannot be read
+    return kind
 
 
 def _is_readable_folder(path: str, storage: Storage) -> bool:

@@ -32,6 +32,7 @@ from horovod_train.data.batch_source import Batch, Batches, Cursor, StepSize, fo
 from horovod_train.data.dataset import Records, class_names, other_kinds
 from horovod_train.data.model_inputs import Input, ModelInputs, inputs_in_config, unpack
 from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.random_access.images import are_images
 from horovod_train.data.schema import check_same_classes, parse_feature
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import check_sums
@@ -46,7 +47,7 @@ from horovod_train.training.build import add_l2, build_evaluation, build_first_m
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.initial_state import check_contents, users_code
-from horovod_train.training.losses import build_loss, takes_logits
+from horovod_train.training.losses import build_loss, takes_logits, takes_one_class
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.shares import Shares
@@ -134,13 +135,19 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
         data = dataclasses.replace(config.data, eval=tuple(paths))
+        if are_images(paths):  # a dataset.json beside the training records may have said how images are decoded
+            images = {name: feature for name, feature in trained.features.items() if feature.get("decode") == "image"}
+            data = dataclasses.replace(data, features={**images, **data.features})
         records = _open_records(data, trained, needs_labels=False)
         unlabelled = dataclasses.replace(config, data=dataclasses.replace(data, targets=(), weight=None))
         with group.raise_together():
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
             outputs = Outputs(model, pipeline)
+            loss = _loss(config, model)
             names = class_names(config.data, trained.class_names or records.schema.class_names)
-            about = RecordNames(records.files(), names, _are_logits(config, model), records.numbers())
+            if _has_number_per_class(trained, names) and not takes_one_class(loss):
+                names = ()  # a record may have several of the classes
+            about = RecordNames(records.files(), names, takes_logits(loss), records.numbers())
             file = Predictions()
             if group.is_root:
                 file = PredictionsFile(Path(out), outputs.specs, pipeline.num_records, about)
@@ -168,11 +175,15 @@ def _write(group: WorkerGroup, file: Predictions) -> None:
         is_whole = group.broadcast_object(is_whole)
 
 
-def _are_logits(config: Config, model: keras.Model) -> bool | None:
-    """Return whether the model's outputs are logits of classes; None if they are not probabilities either."""
-    if config.loss.name == AUTO and model.compiled:
-        return takes_logits(model.loss)
-    return takes_logits(build_loss(config.loss).loss)
+def _has_number_per_class(trained: Trained, names: Sequence[str]) -> bool:
+    """Return whether the target of the training records is a number for each of the classes of these names."""
+    features = [parse_feature(settings, name) for name, settings in trained.features.items()]
+    return any((feature.class_names, feature.shape) == (tuple(names), (len(names),)) for feature in features)
+
+
+def _loss(config: Config, model: keras.Model) -> Any:
+    """Return the loss that the model was trained with, as `compile` takes it."""
+    return model.loss if config.loss.name == AUTO and model.compiled else build_loss(config.loss).loss
 
 
 @contextmanager

@@ -388,9 +388,10 @@ def targets_of(specs: Sequence[Spec], of_loss: Mapping[str, str]) -> Mapping[str
 
 
 def _build(spec: Spec) -> Any:
-    if not spec.options and (spec.name in SHORT or is_short(keras.metrics, spec.name)):
+    kinds = (keras.metrics, keras.metrics.Metric)
+    if not spec.options and (spec.name in SHORT or is_short(*kinds, spec.name)):
         return spec.name  # shown by this name, as in `fit`
-    factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics", SHORT)
+    factory = choose_keras(*kinds, spec.name, "metrics", SHORT)
     if is_users(spec.name) and _compares(factory, spec.options):
         return keras.metrics.MeanMetricWrapper(factory, **{"name": factory.__name__} | spec.options)
     metric = call(factory, spec, "metrics")

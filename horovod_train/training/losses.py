@@ -161,9 +161,21 @@ def takes_logits(loss: Any) -> bool | None:
         return True if loss._function in OUR_LOSSES.values() else None
     if isinstance(loss, _CROSSENTROPIES):
         return bool(loss.get_config().get("from_logits"))
+    return False if _name_of(loss) in {fold(kind.__name__) for kind in _CROSSENTROPIES} else None
+
+
+def takes_one_class(loss: Any) -> bool:
+    """Return whether a loss, as `compile` takes it, is a crossentropy of classes of which each record has one."""
+    name = _name_of(loss)
+    return "categorical" in name and name.endswith("crossentropy")
+
+
+def _name_of(loss: Any) -> str:
+    """Return the name of a loss that is, or calls, a function, without case and underscores; "" of others."""
+    if isinstance(loss, LossOfFunction):
+        loss = loss._function
     function = getattr(loss, "fn", loss)  # of what `compile` makes of a name or a function
-    name = loss if isinstance(loss, str) else getattr(function, "__name__", "")
-    return False if fold(name) in {fold(kind.__name__) for kind in _CROSSENTROPIES} else None
+    return fold(loss if isinstance(loss, str) else getattr(function, "__name__", ""))
 
 
 def build_loss(spec: Spec) -> ChosenLoss:

@@ -39,7 +39,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """The same, as Pillow calls them."""
 NOT_READ = (".tif", ".tiff", ".jfif", ".avif", ".heic", ".jp2", ".ppm", ".pgm")
 """Suffixes of images that are not read. A folder of these is one of images, too, and messages name its files."""
-_NO_CLASSES = {"@eaDir", "__MACOSX", "__pycache__", "lost+found"}
+NOT_OF_USERS = {"@eaDir", "__MACOSX", "__pycache__", "lost+found"}
 """Folders that programs make beside a user's: for thumbnails, by archives of macOS, by Python, by file systems."""
 _EVAL_DIGITS = 360
 _DIGITS_SHARDS = 5
@@ -95,14 +95,15 @@ def _write_folders(arguments: argparse.Namespace) -> None:
     # Images are cut to a square from the centre, and scaled to [-1, 1].
     shape = (arguments.size, arguments.size, arguments.channels)
     image = Feature("bytes", shape, decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
-    features = {"image/encoded": image, "image/class/label": Feature("int64", classes=len(classes))}
+    label = Feature("int64", classes=len(classes), class_names=tuple(classes))
+    features = {"image/encoded": image, "image/class/label": label}
     write_dataset(arguments, Schema(features, ("image/encoded",), ("image/class/label",)), splits, encode)
 
 
 def class_names(folder: str) -> list[str]:
     """Return the names of a folder's subfolders, sorted, without hidden ones and those that programs make unasked."""
     names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
-    return sorted(name for name in names if not name.startswith(".") and name not in _NO_CLASSES)
+    return sorted(name for name in names if not name.startswith(".") and name not in NOT_OF_USERS)
 
 
 def list_images(folder: str) -> ImageList:

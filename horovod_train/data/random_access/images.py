@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from horovod_train.config.paths import is_remote
 from horovod_train.data.files import is_no_record, left_out_note
 from horovod_train.data.globs import matching
-from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
+from horovod_train.data.prepare.images import NOT_OF_USERS, NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Storage
@@ -62,7 +62,7 @@ class ImageFolder(_Images):
 
 
 class UnlabelledImages(_Images):
-    """The images in a folder and its folders, or of a glob, in the order of their paths; or one file.
+    """The images in a folder and its folders, or of a glob, in the order of their paths, part by part; or one file.
 
     The feature is the one that the config calls an image, or else `image`.
     """
@@ -96,17 +96,20 @@ def images_at(path: str) -> tuple[list[str], list[str]]:
     """Return the image files that a local path stands for, and the other files of a folder; hidden ones aside."""
     try:
         if os.path.isdir(path):
-            walked = list(os.walk(path, onerror=_raise))
-            found = [os.path.join(folder, name) for folder, _, names in walked for name in names]
-            hidden = f"{os.sep}."
-            found = sorted(file for file in found if hidden not in file[len(path) :])
-            found = [file for file in found if not is_no_record(os.path.basename(file))]
+            found = sorted(_files_below(path), key=lambda file: Path(file).parts)  # as those of a folder for each class
         else:
             found = [path] if os.path.isfile(path) else matching(path)
         found = list(filter(_is_regular, found))
     except OSError as error:
         raise unreadable(error)(f"{error.filename}: cannot be read: {error.strerror}.") from error
     return [file for file in found if _is_image(file)], [file for file in found if not _is_image(file)]
+
+
+def _files_below(path: str) -> Iterator[str]:
+    """Yield the files in a folder and its folders, without hidden ones, and what programs put there unasked."""
+    for folder, inner, names in os.walk(path, onerror=_raise):
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in NOT_OF_USERS]
+        yield from (os.path.join(folder, name) for name in names if not name.startswith(".") and not is_no_record(name))
 
 
 def _is_regular(path: str) -> bool:

@@ -248,6 +248,29 @@ def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
     assert np.allclose(outputs, predicted, atol=2e-2 * np.abs(predicted).max())
 
 
+OF_TAGS = """
+data: {{train: "{here}/tags.npz", targets: tags, global_batch_size: 8,
+  features: {{tags: {{class_names: [ant, bee, cat]}}}}}}
+model: {{name: mlp, options: {{inputs: 1, outputs: 3}}}}
+loss: {{name: {loss}, options: {{from_logits: true}}}}
+train: {{epochs: 1}}
+log: {{tensorboard: false}}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("loss", "has_class"), [("binary_crossentropy", False), ("categorical_crossentropy", True)])
+def test_a_record_that_may_have_several_classes_is_given_none(loss: str, has_class: bool, tmp_path: Path) -> None:
+    """Where the target has a number for each class, the loss tells whether only one of them is 1."""
+    x = np.random.default_rng(0).normal(size=(24, 1)).astype(np.float32)
+    np.savez(tmp_path / "tags.npz", x=x, tags=np.tile([[1, 0, 0], [0, 1, 0]], (12, 1)))
+    (tmp_path / "config.yaml").write_text(OF_TAGS.format(here=tmp_path, loss=loss))
+    done(train(["--config", tmp_path / "config.yaml", "--output-dir", tmp_path / "run"]))
+    done(train(["predict", tmp_path / "run", "--data", tmp_path / "tags.npz", "--out", tmp_path / "out.csv"]))
+    head, *_ = (tmp_path / "out.csv").read_text().splitlines()
+    assert head == "record,output[0],output[1],output[2]" + ",class,probability" * has_class
+
+
 SUBCLASSED = """
 data:
   {{train: {folder}/flats.npz, inputs: [tokens, price], targets: label, global_batch_size: 24, features: {features}}}

@@ -91,6 +91,22 @@ def test_folders_of_classes_need_not_be_those_of_training(folder: Path) -> None:
         open_records(data, "eval")
 
 
+def test_images_beside_and_below_the_folders_of_classes_are_predicted_too(folder: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    root = folder.parent / "photos"
+    in_classes = ["2024-1/x.jpg", "2024-1/y.jpg", "2024/z.jpg"]
+    for name in [*in_classes, "@eaDir/thumb.jpg", ".hidden/x.jpg"]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (8, 8)).save(root / name)
+    trained_on = opened([root], needs_labels=True).files()
+    assert opened([root]).files() == trained_on  # as evaluation counts them
+    for name in ("top.jpg", "2024-1/deep/w.jpg"):
+        (root / name).parent.mkdir(exist_ok=True)
+        image.new("RGB", (8, 8)).save(root / name)
+    assert {*opened([root]).files()} == {*trained_on, str(root / "top.jpg"), str(root / "2024-1/deep/w.jpg")}
+    assert opened([root], needs_labels=True).files() == trained_on
+
+
 def test_files_of_a_fold_are_those_of_its_records(folder: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for number in range(10):

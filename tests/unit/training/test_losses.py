@@ -25,6 +25,7 @@ from horovod_train.training.losses import (
     refuse_probabilities,
     takes_labels,
     takes_logits,
+    takes_one_class,
 )
 
 ROWS = 8
@@ -373,6 +374,7 @@ SMOOTHED = "smoothed_sparse_categorical_crossentropy"
     ("loss", "logits", "labels"),
     [
         (lambda: build_loss(Spec(SMOOTHED)).loss, True, True),
+        (lambda: build_loss(Spec("categorical_focal_crossentropy")).loss, None, False),
         (lambda: build_loss(Spec("test_losses:squared")).loss, None, False),
         (lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True), True, True),
         (lambda: keras.losses.SparseCategoricalCrossentropy(), False, True),
@@ -388,6 +390,16 @@ SMOOTHED = "smoothed_sparse_categorical_crossentropy"
 def test_what_a_loss_compares_with_what_is_known(loss: Callable[[], Any], logits: bool | None, labels: bool) -> None:
     """Logits get a softmax where predictions have probabilities; a label is the number of an output."""
     assert (takes_logits(loss()), takes_labels(loss())) == (logits, labels)
+
+
+def test_which_losses_take_one_class_for_each_record() -> None:
+    of_one = (SMOOTHED, "sparse_categorical_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy")
+    others = ("binary_crossentropy", "binary_focal_crossentropy", "mse", "test_losses:squared")
+    assert {name: takes_one_class(build_loss(Spec(name)).loss) for name in (*of_one, *others)} == {
+        **dict.fromkeys(of_one, True),
+        **dict.fromkeys(others, False),
+    }
+    assert takes_one_class("categorical_crossentropy")
 
 
 @pytest.mark.parametrize(
