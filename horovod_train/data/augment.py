@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from horovod_train.config.registry import call, choose
+from horovod_train.config.registry import call, choose, raised_at
 from horovod_train.config.settings import Spec
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 ChooseBox = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """(height and width int32 [2], draws float32 [k]) → top, left, height, width, int32 [4], inside the image."""
@@ -131,17 +131,23 @@ AUGMENTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpolation: str) -> list[Augmentation]:
+def build_augmentations(
+    specs: Sequence[Spec], shape: tuple[int, ...], interpolation: str, dtype: str = ""
+) -> list[Augmentation]:
     """Build what `data.augment` lists, for images of `shape` [height, width, channels]. Raises UserError.
 
-    `interpolation`: bilinear or nearest, for images that change size.
+    interpolation: bilinear or nearest, for images that change size. dtype: of the images, with which a user's function
+    is tried; "": it is not.
     """
     augmentations: list[Augmentation] = []
     for number, spec in enumerate(specs):
         where = f"data.augment[{number}]"
         make = choose(AUGMENTATIONS, spec.name, f"{where}.name")
         if ":" in spec.name:
-            augmentations.append(_wrap_function(make, spec.options))
+            function = tf.function(make)  # with AutoGraph, as in tf.data.Dataset.map
+            if dtype:
+                _try(function, spec, where, tf.TensorSpec(shape, dtype))
+            augmentations.append(_wrap_function(function, spec.options))
             continue
         augmentation = call(make, spec, where)
         if not isinstance(augmentation, Augmentation):
@@ -154,7 +160,6 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
 
 def _wrap_function(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
     """Wrap a user's function(image [h, w, c], seed int32 [2], **options) → image, for tf.random.stateless_ ones."""
-    function = tf.function(function)  # with AutoGraph, as in tf.data.Dataset.map
 
     def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         seeds = tf.cast(draws * 2**24, tf.int32)
@@ -164,3 +169,21 @@ def _wrap_function(function: Callable[..., tf.Tensor], options: dict[str, Any]) 
         return tf.ensure_shape(changed, images.shape)
 
     return Augmentation(2, apply, is_users=True)
+
+
+def _try(function: Any, spec: Spec, where: str, image: tf.TensorSpec) -> None:
+    """Raise UserError for a function, made by tf.function, that cannot be traced, or gives no such image."""
+    given = f"{image.dtype.name}{image.shape.as_list()}"
+    try:
+        traced = function.get_concrete_function(image, tf.TensorSpec([2], tf.int32), **spec.options)
+    except Exception as error:  # whatever the user's code raises
+        text = f"{type(error).__name__}: {one_line(error)[:300]}{raised_at(error)}"
+        raise UserError(f"{where}: {spec.name}, for an image of {given}: {text}") from error
+    result = traced.structured_outputs
+    is_tensor = isinstance(result, tf.Tensor)
+    if not is_tensor or result.dtype != image.dtype or not result.shape.is_compatible_with(image.shape):
+        received = f"{result.dtype.name}{result.shape}" if is_tensor else type(result).__name__
+        raise UserError(
+            f"{where}: {spec.name}: expected an image as it is given, {given}, whose values are those stored; received "
+            f"{received}. data.features says how they are scaled afterwards."
+        )

@@ -312,7 +312,9 @@ def beside_training(records: Records, training: Records, config: DataConfig) -> 
 def other_kinds(records: Records, trained: Mapping[str, Feature], where: str) -> Iterator[str]:
     """Yield a sentence for each feature that a model would get in another range than it was trained on.
 
-    Either its scale and offset are others, or they are the same for integers here and floats there, or the reverse.
+    Either its scale and offset are others, or they are the same for integers here and floats there, or the reverse. A
+    table's columns without a scale may well be either; pixels are from 0 to 255, or to 1.
+
     trained: the features of the training records, which `where` names.
     """
     for name, here in records.schema.features.items():
@@ -322,11 +324,9 @@ def other_kinds(records: Records, trained: Mapping[str, Feature], where: str) ->
         scales = [feature.scale_settings() for feature in (here, there)]
         if scales[0] != scales[1] and not is_other_kind:
             yield f"{records.setting}: {name} has {scales[0]}, and {scales[1]} in {where}"
-        elif scales[0] == scales[1] != NO_SCALE and is_other_kind:
-            yield (
-                f"{records.setting}: {name} is {here.stored_dtype}, and {there.stored_dtype} in {where}; its scale and "
-                "offset are the same for both"
-            )
+        elif is_other_kind and scales[0] == scales[1] and (scales[0] != NO_SCALE or len(here.shape) == 3):
+            same = "its scale and offset are the same for both" if scales[0] != NO_SCALE else "neither is scaled"
+            yield f"{records.setting}: {name} is {here.stored_dtype}, and {there.stored_dtype} in {where}; {same}"
 
 
 def with_class_names_of(config: DataConfig, records: Records) -> DataConfig:

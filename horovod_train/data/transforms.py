@@ -267,7 +267,9 @@ class Transforms:
         images |= images_of(schema.targets)
         self._features = features
         self._augmentations = {
-            name: build_augmentations(augment if name in images else (), feature.shape, feature.interpolation)
+            name: build_augmentations(
+                augment if name in images else (), feature.shape, feature.interpolation, feature.stored_dtype
+            )
             for name, feature in features.items()
         }
         others = {name: feature for name, feature in features.items() if name not in images}

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from made_records import batches, config, example, write_file
 from PIL import Image
@@ -14,6 +15,7 @@ from horovod_train.config.settings import Spec
 from horovod_train.data.augment import random_resized_crop
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Ranks, build_pipeline
+from horovod_train.errors import UserError
 
 RECORDS = 48
 ALL = (Spec("flip"), Spec("flip", {"direction": "vertical"}), Spec("random_crop", {"padding": 3}))
@@ -80,6 +82,40 @@ def brighter(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 def test_a_users_function_gets_another_seed_for_each_image(tmp_path: Path) -> None:
     found = changed(tmp_path, (Spec("test_augment:brighter"),), same=True)
     assert len({int(image[0, 0, 0]) for image in found.values()}) > RECORDS / 2
+
+
+def as_floats(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    return tf.cast(image, tf.float32) / 255
+
+
+def narrower(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    return image[:, :-1]
+
+
+def noisy(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    return image + 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (
+            "as_floats",
+            "expected an image as it is given, uint8[8, 10, 3], whose values are those stored; received float32",
+        ),
+        (
+            "narrower",
+            "expected an image as it is given, uint8[8, 10, 3], whose values are those stored; received uint8(8, 9",
+        ),
+        ("noisy", "for an image of uint8[8, 10, 3]: TypeError: "),
+    ],
+)
+def test_a_users_function_that_gives_no_such_image_is_named(function: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        changed(tmp_path, (Spec("flip"), Spec(f"test_augment:{function}")))
+    assert str(error.value).startswith(f"data.augment[1]: test_augment:{function}")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_part_that_is_the_whole_image_is_the_image() -> None:

@@ -203,17 +203,19 @@ def test_points_beside_decimal_commas_may_be_thousands(tmp_path: Path) -> None:
 
 def test_a_scale_for_integers_in_one_split_and_floats_in_the_other_is_said(tmp_path: Path) -> None:
     """As of images of bytes, and others from 0 to 1. Only said, because floats may have the range of the integers."""
-    images = np.random.default_rng(0).integers(0, 255, (4, 4, 4)).astype(np.uint8)
-    np.savez(tmp_path / "train.npz", x=images, y=np.arange(4))
-    np.savez(tmp_path / "eval.npz", x=images.astype(np.float32) / 255, y=np.arange(4))
-    for features, said in (
-        ({"x": {"scale": 1 / 255}}, ["data.eval: x is float32, and uint8 in data.train;"]),
-        ({}, []),
+    said = ["data.eval: x is float32, and uint8 in data.train; "]
+    for shape, features, expected in (
+        ((4, 4), {"x": {"scale": 1 / 255}}, [f"{said[0]}its scale"]),
+        ((4, 4), {}, []),
+        ((4, 4, 1), {}, [f"{said[0]}neither is scaled"]),
     ):
+        images = np.random.default_rng(0).integers(0, 255, (4, *shape)).astype(np.uint8)
+        np.savez(tmp_path / "train.npz", x=images, y=np.arange(4))
+        np.savez(tmp_path / "eval.npz", x=images.astype(np.float32) / 255, y=np.arange(4))
         data = config(tmp_path / "train.npz", inputs=("x",), targets=("y",), features=features)
         data = dataclasses.replace(data, eval=(str(tmp_path / "eval.npz"),))
         lines = list(other_kinds(open_records(data, "eval"), open_records(data, "train").schema.features, "data.train"))
-        assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
+        assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize("skips", [False, True])
