@@ -203,6 +203,16 @@ def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> Ab
     return method_replaced(layers_inside(model), "add_loss", noting)
 
 
+def _advice_on_labels(metric: keras.metrics.Metric) -> str:
+    """Return what to do about a metric that compares labels [n] with outputs [n, classes], and takes no such labels."""
+    name = type(metric).__name__
+    if hasattr(metric, "sparse_y_pred"):
+        return "Outputs with a number for each class are said by its option sparse_y_pred: false"
+    if name == "Accuracy" or hasattr(keras.metrics, f"Sparse{name}"):
+        return f"For labels there is {'SparseCategoricalAccuracy' if name == 'Accuracy' else f'Sparse{name}'}"
+    return "Leave it out, or store one-hot targets, with loss: categorical_crossentropy"
+
+
 def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextManager[None]:
     """Inside the block, raise ValueError for a metric that compares each record with all others, or takes no labels.
 
@@ -219,9 +229,8 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextM
             except ValueError as error:
                 if not getattr(metric, "metrics", None) and (shapes := _label_and_outputs(compared)):
                     raise ValueError(
-                        f"metric {metric.name} takes one-hot targets, of the shape of the outputs; it gets targets "
-                        f"{shapes[0]} and outputs {shapes[1]}. Leave it out, or store one-hot targets, with loss: "
-                        "categorical_crossentropy"
+                        f"metric {metric.name} takes targets of the shape of the outputs; it gets targets {shapes[0]} "
+                        f"and outputs {shapes[1]}. {_advice_on_labels(metric)}"
                     ) from error
                 raise
             if len(compared) == 2 and (shapes := _paired(compared[0], compared[1], before)):

@@ -78,7 +78,15 @@ OF_PARTS: dict[str, tuple[list[str], str]] = {
     ),
     "a metric of one-hot targets": (
         ["metrics=[{name: F1Score}]"],
-        "metric f1_score takes one-hot targets, of the shape of the outputs; it gets targets",
+        "Leave it out, or store one-hot targets, with loss: categorical_crossentropy",
+    ),
+    "a metric of numbers of classes": (
+        ["metrics=[{name: MeanIoU, options: {num_classes: 10}}]"],
+        "Outputs with a number for each class are said by its option sparse_y_pred: false",
+    ),
+    "a metric with another for labels": (
+        ["metrics=[{name: TopKCategoricalAccuracy, options: {k: 2}}]"],
+        "top_k_categorical_accuracy takes targets of the shape of the outputs; it gets targets",
     ),
     "a quantity's loss": (["loss=mean_squared_error"], "mean_squared_error needs as many targets; label is one whole"),
     "the rate twice": (
