@@ -14,7 +14,8 @@ import re
 
 from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights
 from horovod_train.config.settings import Config
-from horovod_train.data.dataset import look_before_start
+from horovod_train.data.dataset import find_records, look_before_start
+from horovod_train.data.random_access.images import are_images
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import ReadFailed, UserError
 from horovod_train.inference.predictions import PREDICTIONS
@@ -52,7 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, data=data)
     data = dataclasses.replace(config.data, eval=paths)
     try:
-        look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
+        if are_images(paths):  # the checkpoint says how to decode them
+            find_records(data, "eval", needs_labels=False)
+        else:
+            look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
     except (UserError, ReadFailed) as error:
         raise type(error)(str(error).replace("data.eval", "--data") if arguments.data else str(error)) from error
     logs.load_tensorflow()
