@@ -40,10 +40,15 @@ def overridden(instance: Any, methods: Sequence[str], base: type = keras.Model) 
     return [method for method, bound in own if getattr(bound, "__func__", bound) is not getattr(base, method)]
 
 
+def is_stored(spec: Spec) -> bool:
+    """Return whether `spec` names a file or a preset's folder, which has weights, too."""
+    return spec.name.endswith(".keras") or (spec.name not in MODELS and os.path.isdir(spec.name))
+
+
 def build_model(spec: Spec) -> keras.Model:
     """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
-    is_file = spec.name.endswith(".keras")
-    if is_file or (spec.name not in MODELS and os.path.isdir(spec.name)):
+    if is_stored(spec):
+        is_file = spec.name.endswith(".keras")
         if spec.options:
             kind = "file" if is_file else "preset"
             raise UserError(f"model.options: {spec.name} is a {kind}, which takes no options; received {spec.options}.")

@@ -26,6 +26,7 @@ from horovod_train.data.dataset import class_names
 from horovod_train.distributed import consistency
 from horovod_train.distributed.layer_contents import contents, finalize, how_built, structure
 from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisagree, RanksStartApart, RunError
+from horovod_train.models import is_stored
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
@@ -123,7 +124,8 @@ def _begin_files(run: Run, *, is_told: bool) -> Audit:
     if run.group.is_root and (commit := describe_commit(Path.cwd())):
         log.info(f"code: {commit}")
     if first_step == 0:
-        log.info(f"starting from {run.config.model.init_from or 'initial weights'}")
+        model = run.config.model
+        log.info(f"starting from {model.init_from or (model.name if is_stored(model) else 'initial weights')}")
     with run.group.raise_together():
         _check_room(run, first_step)
         is_anew = run.config.checkpoint.resume == "never"

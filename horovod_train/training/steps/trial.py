@@ -203,11 +203,18 @@ def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> Ab
     return method_replaced(layers_inside(model), "add_loss", noting)
 
 
+def _takes_no_labels(metric: keras.metrics.Metric) -> bool:
+    """Return whether it is one of Keras' metrics that take labels without an error, for other figures in each batch."""
+    is_of_keras, name = type(metric).__module__.startswith("keras."), type(metric).__name__
+    of_class = getattr(metric, "class_id", None) is not None  # Precision and Recall
+    return is_of_keras and (name.startswith("Categorical") or of_class or not getattr(metric, "sparse_y_true", True))
+
+
 def _advice_on_labels(metric: keras.metrics.Metric) -> str:
     """Return what to do about a metric that compares labels [n] with outputs [n, classes], and takes no such labels."""
     name = type(metric).__name__
     if hasattr(metric, "sparse_y_pred"):
-        return "Outputs with a number for each class are said by its option sparse_y_pred: false"
+        return f"For labels there is {name.removeprefix('OneHot')}, with its option sparse_y_pred: false"
     if name == "Accuracy" or hasattr(keras.metrics, f"Sparse{name}"):
         return f"For labels there is {'SparseCategoricalAccuracy' if name == 'Accuracy' else f'Sparse{name}'}"
     return "Leave it out, or store one-hot targets, with loss: categorical_crossentropy"
@@ -224,13 +231,16 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextM
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
             compared = [*args, *(value for name, value in kwargs.items() if name != "sample_weight")][:2]
             before = len(tf.compat.v1.get_default_graph().get_operations())
+            of_labels = _label_and_outputs(compared)
             try:
+                if of_labels and _takes_no_labels(metric):
+                    raise ValueError("it would compare each label as if it were the targets of all classes")
                 result = update_state(*args, **kwargs)
             except ValueError as error:
-                if not getattr(metric, "metrics", None) and (shapes := _label_and_outputs(compared)):
+                if not getattr(metric, "metrics", None) and of_labels:
                     raise ValueError(
-                        f"metric {metric.name} takes targets of the shape of the outputs; it gets targets {shapes[0]} "
-                        f"and outputs {shapes[1]}. {_advice_on_labels(metric)}"
+                        f"metric {metric.name} takes targets of the shape of the outputs; it gets targets "
+                        f"{of_labels[0]} and outputs {of_labels[1]}. {_advice_on_labels(metric)}"
                     ) from error
                 raise
             if len(compared) == 2 and (shapes := _paired(compared[0], compared[1], before)):

@@ -271,6 +271,39 @@ def test_a_record_that_may_have_several_classes_is_given_none(loss: str, has_cla
     assert head == "record,output[0],output[1],output[2]" + ",class,probability" * has_class
 
 
+OF_PHOTOS = """
+data: {{train: "{here}/records/train", global_batch_size: 8}}
+model: {{name: image_mlp, options: {{image_size: 16, hidden: 8, classes: 2}}}}
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+train: {{epochs: 1}}
+log: {{tensorboard: false}}
+"""
+
+
+@pytest.mark.long
+def test_image_files_are_predicted_with_what_was_learned_from_records_of_images(tmp_path: Path) -> None:
+    """The dataset.json beside those has said how they are decoded, and what the classes are called."""
+    for number in range(16):
+        path = tmp_path / "photos" / ("cat", "dog")[number % 2] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(tf.io.encode_png(np.full((20, 16 + number, 1), 15 * number, np.uint8)).numpy())
+    words = ["--images", tmp_path / "photos", "--size", "16", "--channels", "1", "--out", tmp_path / "records"]
+    done(train(["prepare", "images", *words]))
+    (tmp_path / "config.yaml").write_text(OF_PHOTOS.format(here=tmp_path))
+    done(train(["--config", tmp_path / "config.yaml", "--output-dir", tmp_path / "run"]))
+    (tmp_path / "photos" / "top.png").write_bytes((tmp_path / "photos" / "cat" / "00.png").read_bytes())
+    found = {}
+    for name, path in (("files", tmp_path / "photos"), ("records", tmp_path / "records" / "train")):
+        done(train(["predict", tmp_path / "run", "--data", path, "--out", tmp_path / f"{name}.npz"]))
+        with np.load(tmp_path / f"{name}.npz") as arrays:
+            found[name] = dict(arrays)
+    assert {*found["files"]["class"]} <= {"cat", "dog"}
+    assert len(found["files"]["file"]) == 17
+    by_file = dict(zip(found["files"]["file"], found["files"]["output"].tolist(), strict=True))
+    assert by_file.pop(f"{tmp_path}/photos/top.png") == by_file[f"{tmp_path}/photos/cat/00.png"]
+    assert np.allclose(sorted(by_file.values()), sorted(found["records"]["output"].tolist()), atol=1e-6)
+
+
 SUBCLASSED = """
 data:
   {{train: {folder}/flats.npz, inputs: [tokens, price], targets: label, global_batch_size: 24, features: {features}}}

@@ -132,6 +132,7 @@ def test_a_trained_one_is_evaluated_and_exported_and_planned(start: Start, here:
     assert "learning rate as the compiled optimizer says" in said
     assert "compiled loss: as the model was compiled; metrics: as the model was compiled" in said
     finished = start([f"model={here}/whole.keras", "train.max_steps=2"])
+    assert f"starting from {here}/whole.keras" in finished.stdout.splitlines()
     assert finished.returncode == 0, finished.text
     evaluated = train(["evaluate", tmp_path / "run", "--out", tmp_path / "figures.json"])
     assert evaluated.returncode == 0, evaluated.text

@@ -82,7 +82,15 @@ OF_PARTS: dict[str, tuple[list[str], str]] = {
     ),
     "a metric of numbers of classes": (
         ["metrics=[{name: MeanIoU, options: {num_classes: 10}}]"],
-        "Outputs with a number for each class are said by its option sparse_y_pred: false",
+        "For labels there is MeanIoU, with its option sparse_y_pred: false",
+    ),
+    "a metric that takes labels for targets": (
+        ["metrics=[categorical_accuracy]"],
+        "For labels there is SparseCategoricalAccuracy",
+    ),
+    "a class of labels": (
+        ["metrics=[{name: Precision, options: {class_id: 1, thresholds: 0.0}}]"],
+        "metric precision takes targets of the shape of the outputs; it gets targets",
     ),
     "a metric with another for labels": (
         ["metrics=[{name: TopKCategoricalAccuracy, options: {k: 2}}]"],

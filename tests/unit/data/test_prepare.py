@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
+import json
 import os
 import signal
 import struct
@@ -228,6 +229,8 @@ def test_image_folders_become_records(tmp_path: Path) -> None:
     (raw,) = tf.data.TFRecordDataset(str(next((tmp_path / "out/train").glob("00000*")))).take(1)
     names = tf.train.Example.FromString(raw.numpy()).features.feature
     assert {"image/encoded", "image/class/label", "image/class/text", "image/filename"} <= set(names)
+    described = json.loads((tmp_path / "out/dataset.json").read_text())["features"]["image/class/label"]
+    assert described["class_names"] == ["cat", "dog"]
 
 
 def test_token_samples_are_labelled_by_the_kind_they_hold_most_of(tmp_path: Path) -> None:

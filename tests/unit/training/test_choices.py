@@ -111,6 +111,15 @@ def test_metrics_are_what_compile_takes() -> None:
     assert build_metrics([]) == []
 
 
+def test_the_name_of_a_metric_is_not_numbered_by_looking_for_its_class() -> None:
+    keras.backend.clear_session()
+    assert [metric.name for metric in build_metrics([Spec("auc"), Spec("AUC"), Spec("recall")])] == [
+        "auc",
+        "auc_1",  # as in `fit`
+        "recall",
+    ]
+
+
 def test_short_names_and_functions_are_taken_as_compile_takes_them() -> None:
     """Keras' short names, which it then shows; a function of (targets, outputs) besides one that makes a metric."""
     assert isinstance(build_loss(Spec("mse")).loss, keras.losses.MeanSquaredError)
