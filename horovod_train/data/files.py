@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index."""
 
-_NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")
+_OURS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock")
+"""Names of files that we write beside records."""
+_NO_RECORDS = (*_OURS, ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
 _COPIES = ("*.bak", "*~", "*.tmp", "*.crc")
 """Names that editors and programs give to copies and checksums of files, beside them."""
@@ -205,7 +207,8 @@ def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> l
         return names
     subfolders = record_folders(folder, [pattern], storage)
     if subfolders != [folder]:
-        hint = f" Its folders have some: {setting}={subfolders[0]}?"
+        named = [path for path in subfolders if os.path.basename(path) == setting.rpartition(".")[2]]
+        hint = f" Its folders have some: {setting}={[*named, *subfolders][0]}?"
     elif content:
         hint = f" It holds {listed(content, 3)}; name other files with a glob."
     else:
@@ -220,7 +223,11 @@ def _list_glob(pattern: str, setting: str, storage: Storage) -> tuple[list[str],
     """
     if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern], []
-    names = [name for name in matching(pattern, storage) if not name.endswith(INDEX_NAME)]
+    found = matching(pattern, storage)
+    found = [name for name in found if not any(fnmatch.fnmatchcase(os.path.basename(name), ours) for ours in _OURS)]
+    names = found if is_remote(pattern) else [name for name in found if not os.path.isdir(name)]
+    if found and not names:
+        raise UserError(f"{setting}: {pattern} fits folders only; name their files: {pattern.rstrip('/')}/*")
     if names:
         read = names if _is_copy(pattern) else _without_copies(names)
         return read, [os.path.basename(name) for name in names if name not in read]

@@ -128,7 +128,7 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
     if config.checkpoint.best and step >= 0 and not (folder / step_name(step)).is_dir():
         log.info(f"checkpoint.best: {folder} does not have {step_name(step)}, the best so far; it is sought anew")
         best.forget()
-    if int(best.step) < 0:
+    if config.checkpoint.best and int(best.step) < 0:
         run.store.seek_best_anew()
 
 

@@ -160,7 +160,7 @@ def test_folders_of_records_are_found_beside_one_that_may_not_be_read(mount: Pat
         ("*/*.tfrecord", ["[c]/6.tfrecord", "a/1.tfrecord"]),
         ("**/*.tfrecord", ["[c]/6.tfrecord", "a/1.tfrecord", "a/b/2.tfrecord", "c/b/5.tfrecord"]),
         ("*/b/*", ["a/b/2.tfrecord", "c/b/5.tfrecord"]),
-        ("*", ["7.md", "[c]", "a", "c"]),
+        ("*", ["7.md"]),
     ],
 )
 def test_no_wildcard_stands_for_lost_and_found(pattern: str, names: list[str], mount: Path) -> None:
@@ -168,3 +168,19 @@ def test_no_wildcard_stands_for_lost_and_found(pattern: str, names: list[str], m
     assert found == [str(mount / name) for name in names]
     with pytest.raises(UserError, match=re.escape("lost+found cannot be read: Permission denied")):
         list_files([str(mount / "lost+found" / "*")], "data.train", ["*.tfrecord*"])
+
+
+def test_a_glob_stands_for_files_of_records_alone(tmp_path: Path) -> None:
+    for name in ("eval/0.tfrecord", "train/1.tfrecord", "dataset.json", "train/index.npz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def listed(path: Path) -> list[str]:
+        return list_files([str(path)], "data.train", ["*.tfrecord"]).files
+
+    found = [str(tmp_path / name) for name in ("eval/0.tfrecord", "train/1.tfrecord")]
+    assert listed(tmp_path / "**") == listed(tmp_path / "*/*") == found
+    with pytest.raises(UserError, match=r"/\* fits folders only; name their files: .*/\*/\*$"):
+        listed(tmp_path / "*")
+    with pytest.raises(UserError, match=r"Its folders have some: data\.train=.*/train\?$"):
+        listed(tmp_path)

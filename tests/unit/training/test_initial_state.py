@@ -189,7 +189,8 @@ def restored(
     for tracker in (parts.best, parts.early_stopping.best):
         tracker.update(3, {"loss": 0.5, "accuracy": 0.5})
     group = SimpleNamespace(raise_together=nullcontext)
-    store = SimpleNamespace(seek_best_anew=lambda: None)
+    sought_anew: list[str] = []
+    store = SimpleNamespace(seek_best_anew=lambda: sought_anew.append("best"), sought_anew=sought_anew)
     run: Any = SimpleNamespace(
         checkpoint=verify(folder), config=config, group=group, parts=parts, state=state, store=store
     )
@@ -364,6 +365,16 @@ def test_best_values_that_mean_something_else_now_are_forgotten(
         for name, more in (("checkpoint.best", "; its checkpoint stays"), ("early_stopping", ""))
     ]
     assert [line for line in said if "is forgotten" in line] == (lines if changed else [])
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_best_of_before_is_kept_aside_only_where_another_is_sought(tmp_path: Path, is_kept: bool) -> None:
+    """Without checkpoint.best nothing replaces the link to it."""
+    watched = CheckpointConfig(best=Watched("accuracy", "max") if is_kept else None)
+    then = as_dict(Config(checkpoint=CheckpointConfig(best=Watched("loss", "min"))))
+    now = Config(output_dir=str(tmp_path), checkpoint=watched)
+    run = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", now, config=then)
+    assert run.store.sought_anew == ["best"] * is_kept
 
 
 @pytest.mark.parametrize("then", ["records of now", "records of then", ""])
