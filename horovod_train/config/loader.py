@@ -393,7 +393,8 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     expected = _FORMS.get(path) or _IN_WORDS.get(hint, hint.__name__)
-    return _fail(path, origins, f"expected {expected}; received {value!r}.")
+    quoted = " YAML takes yes, no, on and off for true and false; put words in quotes." if hint is str else ""
+    return _fail(path, origins, f"expected {expected}; received {value!r}.{quoted if isinstance(value, bool) else ''}")
 
 
 def _member(value: Any, members: Sequence[Any]) -> Any:

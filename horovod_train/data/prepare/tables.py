@@ -190,6 +190,12 @@ def _write_csv(arguments: argparse.Namespace) -> None:
             f"--targets: {VECTOR} is also what the vector of the numeric columns is called; rename the column in "
             f"{arguments.file}, or give --separate."
         )
+    for name in arguments.targets:
+        if name in table and table[name].dtype == object:
+            log.warning(
+                f"{arguments.file}: target {name} is text, which no loss takes. If these are classes, train on the "
+                f"file itself, with data.features: {{{name}: {{class_names: [...]}}}}; see: init table."
+            )
     eval_table = load_table(arguments.eval_file) if arguments.eval_file else None
     if eval_table is not None:
         _check_names(arguments, arguments.eval_file, inputs, list(eval_table))

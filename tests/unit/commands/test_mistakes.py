@@ -200,7 +200,6 @@ def test_a_step_without_a_checkpoint_is_answered_with_those_that_have_one(
         ("explain scratch", "error: "),
         ("watch scratch/runs/a", "error: "),
         ("evaluate scratch/runs/a", "error: "),
-        ("evaluate --config config.yaml --checkpoint scratch", "error: --checkpoint: "),
         ("check-data scratch", "error: data.train: "),
         (
             "plan --config config.yaml --fast --output-dir runs/a checkpoint.resume=scratch/a",

@@ -180,7 +180,7 @@ def test_arrays_become_records(tmp_path: Path) -> None:
     assert len(values(tmp_path / "p", "eval")) == 15
 
 
-def test_tables_become_records(tmp_path: Path) -> None:
+def test_tables_become_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [(n, n / 4, f"w{n}", n % 3) for n in range(40)]
     (tmp_path / "a.csv").write_text("a,b,c,y\n" + "".join(f"{a},{b},{c},{y}\n" for a, b, c, y in rows))
     (tmp_path / "e.csv").write_text("a,b,c,y\n1,2.5,z,0\n")
@@ -189,6 +189,10 @@ def test_tables_become_records(tmp_path: Path) -> None:
     found = sorted((*one.tolist(), int(y)) for one, y in values(tmp_path / "joined").values())
     assert found == [(a, b, y) for a, b, _, y in rows]
     run(*source, "--eval-file", tmp_path / "e.csv", "--out", tmp_path / "separate")
+    assert not caplog.messages
+    run("csv", "--file", tmp_path / "a.csv", "--targets", "c", "--out", tmp_path / "text")
+    (said,) = caplog.messages
+    assert "target c is text, which no loss takes." in said
     batch = batches(pipeline(config(tmp_path / "separate/eval"), training=False))[0]
     assert {name: values[0] for name, values in batch.inputs.items()} == {"a": 1, "b": 2.5, "c": b"z"}
 

@@ -50,6 +50,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {"a": "int64"}}, "x: inputs must name the features that the model gets, of a"),
     ({"features": {"a": "int64"}, "inputs": ["b"]}, "x: inputs: there is no feature b; there are a"),
     ({"features": {"a": "int64"}, "inputs": "a", "targets": [3]}, "x: targets: expected a string; received 3"),
+    (
+        {"features": {"a": {"type": "int64", "class_names": [False, True]}}, "inputs": "a"},
+        "class_names: expected a string; received False. YAML takes yes, no, on and off for true and false; put words",
+    ),
     ({"features": {"a": "int64"}, "inputs": "a", "target": "a"}, "x: target: unknown key; did you mean targets"),
 ]
 
