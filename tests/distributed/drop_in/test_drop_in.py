@@ -189,6 +189,16 @@ def test_the_best_model_is_written_by_root_whichever_rank_that_is(ranks: list[di
     assert [facts["writes_best"] for facts in ranks] == [rank == 1 for rank in range(len(ranks))]
 
 
+def test_the_best_model_is_that_of_the_mean_over_ranks_unless_root_evaluates_alone(ranks: list[dict[str, Any]]) -> None:
+    mean = sum(facts["kept_as_best"][1] for facts in ranks) / len(ranks)
+    best, own, _ = ranks[0]["kept_as_best"]
+    assert best == pytest.approx(mean, rel=1e-5)
+    assert abs(own - mean) > 0.1
+    assert {facts["kept_as_best"][2] for facts in ranks} == {best}
+    best, own, _ = ranks[0]["kept_as_best_on_root"]
+    assert best == pytest.approx(own, rel=1e-5)
+
+
 def test_a_model_without_variables_may_take_sixteen_steps_before_it_is_broadcast(ranks: list[dict[str, Any]]) -> None:
     assert {facts["unbuilt_16_a_call"] for facts in ranks} == {"accepted"}
     assert len({facts["unbuilt_weights"] for facts in ranks}) == 1

@@ -247,6 +247,23 @@ best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / f"best-{rank
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
 facts["writes_best"] = Path(best.filepath).exists()
 agreement.guards.files_on_root_only = True
+
+
+def kept_as_best(*, on_root_only: bool = False) -> list[float]:
+    """What Keras' checkpoint took for the best of a figure, root's own figure, and those of the epoch that it saw."""
+    kept = keras.callbacks.ModelCheckpoint(str(OUT / f"kept-{rank}.keras"), "val_loss", save_best_only=True)
+    own, seen = dense(), list[float]()
+    look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs.get("val_loss", np.nan)))
+    own.compile(distributed(), "mse")
+    x, y = batch(0)
+    evaluated = None if on_root_only and rank else (x, y + rank)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), kept, look]
+    own.fit(x, y, epochs=1, verbose=0, validation_data=evaluated, callbacks=callbacks)
+    alone = own.evaluate(x, y + rank, verbose=0)
+    return [float(np.min(kept.best)) if kept.best is not None else np.inf, float(alone), seen[0]]
+
+
+facts["kept_as_best"], facts["kept_as_best_on_root"] = kept_as_best(), kept_as_best(on_root_only=True)
 unbuilt = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
 facts["unbuilt_16_a_call"] = error_of(lambda: fit(unbuilt, distributed(), in_fit, steps_per_execution=16))
 facts["unbuilt_weights"] = weights(unbuilt).tobytes().hex()
