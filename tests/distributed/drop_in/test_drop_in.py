@@ -263,6 +263,21 @@ def test_a_dataset_that_may_be_in_another_order_on_each_rank_is_not_sharded(rank
         assert accepted == "accepted"
 
 
+def test_ranks_that_shard_their_rows_in_other_orders_are_refused_at_the_next_broadcast(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for facts in ranks:
+        said = facts["shard_in_other_order"]
+        rows, others = 4 * len(ranks), "1" if len(ranks) == 2 else "1, 2"
+        assert f"hvd.shard: argument 1, argument 2, of {rows} rows, differ on rank {others} from" in said["arrays"]
+        assert f"hvd.shard: part 1 of a record, part 2 of a record, of {rows} rows, differ" in said["dataset"]
+        assert f"received {rows} of them on rank 0, {rows + 1} on rank 1" in said["numbers of rows"]
+        assert "hvd.shard: argument 1, of" in said["fit"]
+        for name in ("one order", "one rank alone", "nothing", "unchecked"):
+            assert said[name] == "accepted"
+        assert not [text for text in said.values() if "\n" in text]
+
+
 def test_root_warns_of_batches_that_are_sharded_as_records(ranks: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(ranks):
         of_batches, of_records = facts["shard_of_batches"]

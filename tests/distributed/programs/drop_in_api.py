@@ -455,6 +455,33 @@ with lines_said() as of_batches:
 with lines_said() as of_records:
     hvd.shard(pairs.batch(4).unbatch().apply(tf.data.experimental.assert_cardinality(8)))
 facts["shard_of_batches"] = [of_batches, of_records]
+
+
+def broadcast_after_shards(*given: Any) -> str:
+    """What the next broadcast says of what each call of shard was given."""
+
+    def attempt() -> None:
+        for data in given:
+            hvd.shard(*data)
+        hvd.broadcast_variables([tf.Variable(0.0)], root_rank=0)
+
+    return error_of(attempt)
+
+
+numbers, own_order = np.arange(4 * size), np.random.default_rng(rank).permutation(4 * size)
+broadcast_after_shards()  # with what was given before
+facts["shard_in_other_order"] = {
+    "arrays": broadcast_after_shards((numbers, numbers), (own_order, own_order * 2)),
+    "dataset": broadcast_after_shards([tf.data.Dataset.from_tensor_slices((own_order, own_order))]),
+    "numbers of rows": broadcast_after_shards([np.arange(4 * size + rank)]),
+    "one order": broadcast_after_shards((own_order, numbers)),
+    "one rank alone": broadcast_after_shards(*([(own_order,)] if rank == 0 else [])),
+    "fit": error_of(lambda: hvd.shard(own_order) and fit(dense(), distributed(), in_fit)),
+    "nothing": broadcast_after_shards(),
+}
+agreement.guards.check_weights = False
+facts["shard_in_other_order"]["unchecked"] = broadcast_after_shards([own_order])
+agreement.guards.check_weights = True
 facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
 facts["values"] = {
