@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, is_alone, make_outside_graphs, number_of_ranks
+from horovod_train.distributed.consistency import of_equal_rows
 from horovod_train.distributed.group import name_of
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RanksDisagree
@@ -158,8 +159,8 @@ def _compare(variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hv
         except RanksDisagree as error:
             _disagreement = error
             raise
-        if len(taking_part) > 1 and rows[taking_part[0], -1] and len({*rows[taking_part, -1].tolist()}) == 1:
-            _warn_of_equal_rows(len(taking_part))
+        if said := of_equal_rows(rows[taking_part, -1].tolist()):
+            _warn_of_equal_rows(said)
         return True
 
     with tf.device("CPU:0"):
@@ -176,11 +177,11 @@ def _compare(variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hv
 
 
 @functools.cache
-def _warn_of_equal_rows(count: int) -> None:
+def _warn_of_equal_rows(said: str) -> None:
     """Say on rank 0, the first time, that ranks have computed the same gradients."""
     if hvd.rank() == 0:
         log.warning(
-            f"all {count} ranks seem to train on the same rows: a gradient is equal to the bit. x, y, weights = "
+            f"{said}: a gradient is equal to the bit. x, y, weights = "
             "hvd.shard(x, y) gives each rank its own; or shuffle with another seed on each."
         )
 
