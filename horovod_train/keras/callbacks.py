@@ -6,6 +6,7 @@ too, because scripts say hvd.callbacks.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from threading import Thread
@@ -78,8 +79,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Ranks that take different numbers of steps would wait for each other forever. So all end each epoch after as many
     batches as the rank with the fewest has, and root says so once; `hvd.shard` leaves nothing out. A rank whose data
-    ends earlier than Keras knew raises UserError, and so do all if one stops training at another epoch. The number of
-    batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
+    alone ends earlier than Keras knew raises UserError, and so do all if one stops training at another epoch. The
+    number of batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
 
     In a loop of your own, by keras.callbacks.CallbackList, it broadcasts and compares the same; the number of batches
     is then yours to keep equal. Of a model that is not compiled it knows the optimizers in attributes only:
@@ -277,10 +278,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if hvd.size() == 1 or planned is None or done >= planned or self._has_met:
             return
         progress = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
-        if not self.model.stop_training:
-            raise UserError(f"{progress}: its data ended, and the other ranks wait for it. Give it data.repeat().")
-        # A callback has stopped this rank, and may have stopped all the others at the same batch.
+        # A callback may have stopped all ranks at the same batch, or the data of all may have ended there.
         if not _all_ranks_meet_within(_STOPPED_WITHIN_S):
+            if not self.model.stop_training:
+                raise UserError(f"{progress}: its data ended, and the other ranks wait for it. Give it data.repeat().")
             raise UserError(f"{progress}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
         self._has_met = True  # once: some ranks may evaluate between here and the end of the epoch, and others not
 
@@ -396,11 +397,16 @@ def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> 
     writers = _take_out(callbacks, _FILE_WRITERS)
     names = [type(writer).__name__ for writer in writers if not isinstance(writer, keras.callbacks.ProgbarLogger)]
     if names and hvd.rank() == (1 if root_rank == 0 else 0):
-        verb = "runs" if len(names) == 1 else "run"
-        log.warning(
-            f"{', '.join(names)} {verb} on rank {root_rank} only, so that no file is written by several ranks; "
-            "hvd.init(files_on_root_only=False) lets all ranks write."
-        )
+        _say_who_writes(", ".join(names), "runs" if len(names) == 1 else "run", root_rank)
+
+
+@functools.cache
+def _say_who_writes(names: str, verb: str, root_rank: int) -> None:
+    """Say it the first time; a script may call `fit` often."""
+    log.warning(
+        f"{names} {verb} on rank {root_rank} only, so that no file is written by several ranks; "
+        "hvd.init(files_on_root_only=False) lets all ranks write."
+    )
 
 
 def _find_needs(

@@ -135,6 +135,12 @@ def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks
     assert len({facts["broadcast"] for facts in ranks}) == 1
 
 
+def test_weights_that_part_later_are_found_at_the_hundredth_exchange(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert "ranks hold different weights: " in facts["forgotten_later"]
+        assert "They were equal when ranks compared them before: a rank has changed" in facts["forgotten_later"]
+
+
 def test_ranks_join_after_any_number_of_steps_and_compare_their_weights_then(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for facts in ranks:

@@ -181,6 +181,19 @@ facts["forgotten"] = [
     error_of(lambda: fit(dense(rank), distributed())),
     error_of(lambda: loop(dense(rank), sgd(), with_tape())),
 ]
+
+
+def train_at_rates_of_their_own() -> None:
+    """Weights are equal at the tenth exchange, and then a rank has another rate."""
+    model, (x, y) = dense(), batch(0)
+    model.compile(distributed(), "mse")
+    for number in range(100):
+        if number == 20:
+            model.optimizer.learning_rate = 0.001 * (1 + rank)
+        model.train_on_batch(x, y)
+
+
+facts["forgotten_later"] = error_of(train_at_rates_of_their_own)
 in_fit = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 own_head = dense()
 facts["partial_in_fit"] = error_of(

@@ -98,6 +98,9 @@ def test_a_rank_that_ends_an_epoch_early_is_refused_unless_all_stop_at_the_same_
 
     end(0, 3)
     end(1, 3, stops=True)
+    others_stop.append(True)
+    end(2, 2)  # the data of all ranks have ended
+    others_stop.append(False)
     with pytest.raises(UserError, match=r"^model.fit: rank 1 has taken 2 of 3 batches in epoch 3: its data ended, and"):
         end(2, 2)
     others_stop.append(True)
