@@ -128,8 +128,21 @@ def unsure_order(dataset: tf.data.Dataset) -> str | None:
     return None
 
 
+_IN_MEMORY = re.compile("Tensor|TensorSlice|Zip|Take|Skip|Concatenate|Prefetch|Options|Repeat|Range")
+
+
+def is_in_memory(dataset: tf.data.Dataset) -> bool:
+    """Return whether a tf.data.Dataset gives rows of arrays as they are: to read it is cheap, and changes nothing.
+
+    Not so with a map, a generator or files.
+    """
+    kind = re.fullmatch(r"_?(\w+)Dataset(V\d)?", type(dataset).__name__)
+    is_here = kind is not None and _IN_MEMORY.fullmatch(kind[1]) is not None
+    return is_here and all(is_in_memory(part) for part in dataset._inputs())
+
+
 def is_of_batches(dataset: tf.data.Dataset) -> bool:
-    """Return whether the elements of a tf.data.Dataset are batches of pairs, as far as it tells Python.
+    """Return whether the elements of a tf.data.Dataset are batches of pairs, or triples, as far as it tells Python.
 
     Not windows over single values, of which a map makes pairs later.
     """
@@ -147,7 +160,7 @@ def _holds_batches(dataset: tf.data.Dataset, rows: set[Any]) -> bool:
     name, inputs = type(dataset).__name__, dataset._inputs()
     if "Unbatch" in name or _MADE_IN_GRAPHS.search(name):
         return False
-    if "Batch" in name and isinstance(inputs[0].element_spec, tuple) and len(inputs[0].element_spec) == 2:
+    if "Batch" in name and isinstance(inputs[0].element_spec, tuple) and len(inputs[0].element_spec) in (2, 3):
         return _first_axes(dataset) == rows
     return any(_holds_batches(part, rows) for part in inputs)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,7 +72,7 @@ def train(
     elif not _train_here(loaded, loaded.output_dir):
         return Trained({}, None)
     with environment_kept():
-        return _result(loaded, loaded.output_dir)
+        return _result(loaded, loaded.output_dir, by_other_processes=np is not None)
 
 
 def _train_here(config: Config, output_dir: str) -> bool:
@@ -176,16 +176,25 @@ def _shown(command: list[str], environment: Mapping[str, str]) -> tuple[int, lis
     return process.returncode, errors
 
 
-def _result(config: Config, output_dir: str) -> Trained:
+def _result(config: Config, output_dir: str, *, by_other_processes: bool) -> Trained:
     """Read what the run has left: its summary, and the weights of its newest checkpoint."""
     from horovod_train.output import logs
 
     logs.load_tensorflow()
     from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.inference.run import build_bare_model, load_weights
+    from horovod_train.models import names_numbered_as_in_a_new_process
+
+    def load() -> keras.Model:
+        model = build_bare_model(config)
+        load_weights(model, open_checkpoint(output_dir, "output_dir"), "auto")
+        return model
 
     summary = json.loads(Path(output_dir, "summary.json").read_text(encoding="utf-8"))
     with _settings_kept():
-        model = build_bare_model(config)
-        load_weights(model, open_checkpoint(output_dir, "output_dir"), "auto")
-    return Trained(summary, model)
+        if by_other_processes:
+            # Ranks have built no other model. That fails if the config's module has layers of its own, which this
+            # process has numbered before; then its own numbers are right, if it has built no other model either.
+            with suppress(UserError), names_numbered_as_in_a_new_process():
+                return Trained(summary, load())
+        return Trained(summary, load())

@@ -91,11 +91,16 @@ class Halves(keras.callbacks.Callback):
             weight.assign(weight / 2)
 
 
+def half(epoch: int, rate: float) -> float:
+    """A schedule: half the rate when an epoch begins, but not the first."""
+    return rate / 2 if epoch else rate
+
+
 class HalvesTheRate(keras.callbacks.LearningRateScheduler):
     """Halves the rate when an epoch begins, but not the first."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda epoch, rate: rate / 2 if epoch else rate)
+    def __init__(self, schedule: Any = half) -> None:
+        super().__init__(schedule)
 
 
 class StopsAfter(keras.callbacks.Callback):

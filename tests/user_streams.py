@@ -52,6 +52,15 @@ def shuffled(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.
     return rows(list(range(rank, 89, size))).shuffle(64, seed=seed + epoch)
 
 
+def unsharded(rank: int, size: int, epoch: int, seed: int, training: bool, batch: int) -> tf.data.Dataset | None:
+    """Batches of the same records on all ranks."""
+    return rows(list(range(60))).batch(batch, drop_remainder=True) if training else None
+
+
+def constant(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.data.Dataset:
+    return rows([1] * 20)
+
+
 def weighted(rank: int, size: int, epoch: int, seed: int, training: bool, least: int = 0) -> tf.data.Dataset:
     numbers = tf.data.Dataset.range(rank, 10, size)
     return numbers.map(lambda n: ({"a": tf.cast(n, tf.float32)[None]}, n % 2, tf.cast(n, tf.int32) + least))
@@ -151,3 +160,9 @@ def linear() -> keras.Model:
     """WIDTH numbers → 2 logits, one record independent of the others."""
     x = keras.Input((WIDTH,))
     return keras.Model(x, keras.layers.Dense(2)(Seen()(x)))
+
+
+def of_triples() -> keras.Model:
+    """Three times WIDTH numbers → 2 logits for each of the three."""
+    x = keras.Input((3, WIDTH))
+    return keras.Model(x, keras.layers.Dense(2)(x))

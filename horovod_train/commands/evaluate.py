@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config, checkpoint = choose_run(arguments)
-    if not config.data.eval:
+    if not (config.data.eval or config.data.dataset):
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:
         check_out("--out", arguments.out, FIGURES)

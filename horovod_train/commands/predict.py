@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, checkpoint = choose_run(arguments)
     paths = tuple(arguments.data or config.data.eval)
     if not paths:
-        raise UserError("predict: of which records? Give --data PATH, or data.eval.")
+        instead = "" if config.data.dataset else ", or data.eval"
+        raise UserError(f"predict: of which records? Give --data PATH{instead}.")
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
     check_out("--out", arguments.out, PREDICTIONS)

@@ -191,7 +191,10 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     """Find the files of a split and choose what opens them. Opens none. Raises UserError."""
     if config.dataset:
         stream = config.dataset.name
-        raise UserError(f"data.dataset: {stream} is a stream, which only training reads; records are needed here.")
+        raise UserError(
+            f"data.dataset: {stream} is a stream, which only training reads; records are needed here. Its evaluations "
+            "are in metrics.jsonl of the run; predict --data PATH takes records in files."
+        )
     setting, paths, repeats = f"data.{split}", config.paths(split), config.repeats(split)
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")

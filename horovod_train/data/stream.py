@@ -25,6 +25,7 @@ from horovod_train.data.model_inputs import describe_inputs
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import ReadFailed, RunError, UserError, unreadable
+from horovod_train.keras_seams import is_of_batches
 
 _CHUNK_RECORDS = 1024
 """Most records that go from Python into TensorFlow at the same time."""
@@ -32,6 +33,8 @@ _CHUNK_BYTES = 16 << 20
 """Most bytes of them, unless a single step has more."""
 WHERE = "data.dataset"
 _COUNT_BATCH = 1024
+_COMPARED_RECORDS = 64
+"""By so many records at most ranks see whether they get the same ones."""
 
 
 class StreamPipeline(BatchSource):
@@ -55,6 +58,8 @@ class StreamPipeline(BatchSource):
         self.content = self.files = ""
         self.class_names, self.features = {}, {}
         self.order_settings = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
+        self.first_rows = ""
+        """A digest of the first records that this pipeline has read; "" before that, and if they are all alike."""
         spec = stream.spec
         facts = [spec.name, spec.options, stream.seed, ranks.size, self.global_batch_size, steps_per_epoch]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
@@ -91,6 +96,7 @@ class StreamPipeline(BatchSource):
             for _, first, last in ranges:
                 leaves, room = leaves_of(next(blocks, None)), (last - first) * rows
                 first_record = first_record or [leaf[:1] for leaf in leaves]
+                self.first_rows = self.first_rows or _digest_of_rows(leaves[:-1])
                 bad = tf.boolean_mask(leaves[-1], ~(tf.math.is_finite(leaves[-1]) & (leaves[-1] >= 0)))
                 if int(tf.size(bad)):
                     name = self._stream.name(epoch)
@@ -159,6 +165,8 @@ class Stream:
         self._first = self._call(0)
         if self._first is None and training:
             raise UserError(f"{WHERE}: {self.name(0)} must return a tf.data.Dataset; received None.")
+        self.has_batches = self._first is not None and is_of_batches(self._first)
+        """Whether an element seems to be a batch, and so not a record."""
         self.elements = () if self._first is None else _check_elements(self._first, spec.name)
         """The specs of a record: (inputs, targets), and its weight if it has one; () if there are no records."""
 
@@ -212,6 +220,15 @@ class Stream:
                 f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(result).__name__}."
             )
         return result
+
+
+def _digest_of_rows(leaves: Sequence[tf.Tensor]) -> str:
+    """Return a digest of the first rows of some tensors; "" if these are all alike, or none."""
+    arrays = [np.asarray(leaf[:_COMPARED_RECORDS]) for leaf in leaves]
+    if all((array == array[:1]).all() for array in arrays):
+        return ""
+    rows = [repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes() for array in arrays]
+    return hashlib.sha256(b"".join(rows)).hexdigest()
 
 
 def _describe(error: Exception) -> str:

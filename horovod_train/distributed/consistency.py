@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -61,6 +62,16 @@ def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[R
         values = [rank_facts.get(name, "absent") for rank_facts in all_facts]
         if len(set(values)) > 1:
             raise error(_describe(group, name, values, when))
+
+
+def of_equal_rows(digests: Sequence[Any]) -> str | None:
+    """Return what to say if all ranks seem to train on the same rows; None if not, or on one rank.
+
+    digests: by rank, of what only these rows make; 0 or "" where that says nothing.
+    """
+    if len(digests) < 2 or not digests[0] or len(set(digests)) > 1:
+        return None
+    return f"all {len(digests)} ranks seem to train on the same rows"
 
 
 def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> str:

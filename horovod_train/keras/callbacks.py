@@ -6,6 +6,7 @@ too, because scripts say hvd.callbacks.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from threading import Thread
@@ -78,18 +79,18 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Ranks that take different numbers of steps would wait for each other forever. So all end each epoch after as many
     batches as the rank with the fewest has, and root says so once; `hvd.shard` leaves nothing out. A rank whose data
-    ends earlier than Keras knew raises UserError, and so do all if one stops training at another epoch. The number of
-    batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
+    alone ends earlier than Keras knew raises UserError, and so do all if one stops training at another epoch. The
+    number of batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
 
     In a loop of your own, by keras.callbacks.CallbackList, it broadcasts and compares the same; the number of batches
     is then yours to keep equal. Of a model that is not compiled it knows the optimizers in attributes only:
     hvd.broadcast_model(model, optimizer) also sends the state of another.
 
     Other callbacks of the same `fit`: ModelCheckpoint, OrbaxCheckpoint, TensorBoard, CSVLogger and the progress bar run
-    on root only; EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without
-    MetricAverageCallback; TerminateOnNaN stops all ranks after the batch in which one has such a loss; of
-    BackupAndRestore, which comes after this callback, root writes, and all ranks continue from what root has.
-    It is refused in an elastic script.
+    on root only; EarlyStopping, ReduceLROnPlateau and, at the end of an epoch, checkpoints with save_best_only decide
+    on means over the ranks, with or without MetricAverageCallback; TerminateOnNaN stops all ranks after the batch in
+    which one has such a loss; of BackupAndRestore, which comes after this callback, root writes, and all ranks continue
+    from what root has. It is refused in an elastic script.
 
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
     which each rank keeps its own value and optimizer state, as of those that an optimizer's register_local_var names.
@@ -133,8 +134,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         is_shared = guards.files_on_root_only
         if is_shared:
             _keep_to_root(callbacks, self.root_rank)
-        needs_averages, self._compares_losses = _find_needs(callbacks, self, shares_backup=is_shared)
+        needs_averages, all_decide, self._compares_losses = _find_needs(callbacks, self, shares_backup=is_shared)
         self._averages = MetricAverageCallback(self._device) if needs_averages else None
+        if self._averages and not all_decide:
+            self._averages.needs_all = False
         self._nan_callbacks = _take_out(callbacks, keras.callbacks.TerminateOnNaN)
         if is_shared:
             restore_from_root(callbacks, self.model, self.root_rank)
@@ -275,10 +278,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if hvd.size() == 1 or planned is None or done >= planned or self._has_met:
             return
         progress = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
-        if not self.model.stop_training:
-            raise UserError(f"{progress}: its data ended, and the other ranks wait for it. Give it data.repeat().")
-        # A callback has stopped this rank, and may have stopped all the others at the same batch.
+        # A callback may have stopped all ranks at the same batch, or the data of all may have ended there.
         if not _all_ranks_meet_within(_STOPPED_WITHIN_S):
+            if not self.model.stop_training:
+                raise UserError(f"{progress}: its data ended, and the other ranks wait for it. Give it data.repeat().")
             raise UserError(f"{progress}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
         self._has_met = True  # once: some ranks may evaluate between here and the end of the epoch, and others not
 
@@ -288,7 +291,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     The result is a mean of means: exact if every rank has seen the same number of records. Put this callback before
     those that read the logs, so that all ranks decide alike. device: TensorFlow device of the exchange.
+
+    Raises UserError if a rank logs what another does not.
     """
+
+    needs_all = True
+    """Otherwise what some ranks lack is left as it is, such as figures of an evaluation on root alone."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -299,11 +307,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = {name: array for name, array in arrays.items() if array is not None}
         with exchanging("MetricAverageCallback"):
             names = objects.gather(list(values), "MetricAverageCallback.names")
-        if differing := [rank for rank, rank_names in enumerate(names) if rank_names != names[0]]:
+        differing = [rank for rank, rank_names in enumerate(names) if rank_names != names[0]]
+        if differing and self.needs_all:
             raise UserError(
                 f"model.fit: all ranks must log the same metrics; rank 0 logs {', '.join(names[0])}, rank "
                 f"{differing[0]} logs {', '.join(names[differing[0]])}. Give validation_data to all ranks or to none."
             )
+        values = {name: value for name, value in values.items() if all(name in rank_names for rank_names in names)}
         if logs and values:
             packed = tf.constant(np.concatenate([value.ravel() for value in values.values()]))
             with exchanging("MetricAverageCallback"), tf.device(self._device):
@@ -387,41 +397,55 @@ def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> 
     writers = _take_out(callbacks, _FILE_WRITERS)
     names = [type(writer).__name__ for writer in writers if not isinstance(writer, keras.callbacks.ProgbarLogger)]
     if names and hvd.rank() == (1 if root_rank == 0 else 0):
-        verb = "runs" if len(names) == 1 else "run"
-        log.warning(
-            f"{', '.join(names)} {verb} on rank {root_rank} only, so that no file is written by several ranks; "
-            "hvd.init(files_on_root_only=False) lets all ranks write."
-        )
+        _say_who_writes(", ".join(names), "runs" if len(names) == 1 else "run", root_rank)
+
+
+@functools.cache
+def _say_who_writes(names: str, verb: str, root_rank: int) -> None:
+    """Say it the first time; a script may call `fit` often."""
+    log.warning(
+        f"{names} {verb} on rank {root_rank} only, so that no file is written by several ranks; "
+        "hvd.init(files_on_root_only=False) lets all ranks write."
+    )
 
 
 def _find_needs(
     callbacks: list[keras.callbacks.Callback], broadcaster: keras.callbacks.Callback, *, shares_backup: bool
-) -> tuple[bool, bool]:
+) -> tuple[bool, bool, bool]:
     """Collective: return what `broadcaster` must do for the other callbacks, True on all ranks if on any.
 
-    First, whether to average the logs of an epoch, because callbacks would decide differently. Second, whether to
-    compare after each batch if losses are finite, because TerminateOnNaN would stop one rank first. A script may give
-    such a callback to one rank only. shares_backup: whether root's BackupAndRestore is for all ranks.
+    First, whether to average the logs of an epoch, because a callback decides by them. Second, whether one does that
+    changes how ranks train, which must not differ; the best model is kept by root. Third, whether to compare after each
+    batch if losses are finite, because TerminateOnNaN would stop one rank first. A script may give such a callback to
+    one rank only. shares_backup: whether root's BackupAndRestore is for all ranks.
 
     Raises UserError on all ranks if on one of them a callback comes before `broadcaster` that needs it.
     """
-    deciding = [callback for callback in callbacks if isinstance(callback, _DECIDERS)]
+    deciding = [callback for callback in callbacks if isinstance(callback, _DECIDERS) or _keeps_best(callback)]
     earlier = callbacks[: callbacks.index(deciding[0])] if deciding else []
     needs_averages = bool(deciding) and not any(isinstance(callback, MetricAverageCallback) for callback in earlier)
-    dependent = (
-        *(_DECIDERS if needs_averages else ()),
-        *((keras.callbacks.BackupAndRestore,) if shares_backup else ()),
-    )
+    all_decide = needs_averages and any(isinstance(callback, _DECIDERS) for callback in deciding)
+    dependent = [
+        *(deciding if needs_averages else []),
+        *(each for each in callbacks if shares_backup and isinstance(each, keras.callbacks.BackupAndRestore)),
+    ]
     before = callbacks[: callbacks.index(broadcaster)] if broadcaster in callbacks else []
-    too_early = [type(callback).__name__ for callback in before if isinstance(callback, dependent)]
+    too_early = [type(callback).__name__ for callback in before if callback in dependent]
     needs_losses = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
-    any_averages, any_losses, any_early = _on_any_rank("needs", needs_averages, needs_losses, bool(too_early))
+    any_averages, any_decide, any_losses, any_early = _on_any_rank(
+        "needs", needs_averages, all_decide, needs_losses, bool(too_early)
+    )
     if any_early:
+        names = ", ".join(too_early) or "a callback of another rank"
         raise UserError(
-            f"model.fit: {', '.join(too_early) or 'EarlyStopping'} must come after {type(broadcaster).__name__} in "
-            "callbacks, so that all ranks decide on the same means and restore what root has saved."
+            f"model.fit: {names} must come after {type(broadcaster).__name__} in callbacks, so that all ranks "
+            "decide on the same means and restore what root has saved."
         )
-    return any_averages, any_losses
+    return any_averages, any_decide, any_losses
+
+
+def _keeps_best(callback: keras.callbacks.Callback) -> bool:
+    return isinstance(callback, _FILE_WRITERS) and bool(getattr(callback, "save_best_only", False))
 
 
 def _on_any_rank(name: str, *flags: bool) -> list[bool]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -85,6 +86,27 @@ def _number_names_as_at_first() -> None:
         _counts_at_first = dict(counts)
     counts.clear()
     counts.update(_counts_at_first)
+
+
+@contextmanager
+def names_numbered_as_in_a_new_process() -> Iterator[None]:
+    """Inside the block let Keras number names as a process does that has built no model; what it imports counts.
+
+    Where the block raises, the numbers are then what they were.
+    """
+    global _counts_at_first
+    kept, _counts_at_first = _counts_at_first, None
+    counts = name_counts() or {}
+    before = dict(counts)
+    counts.clear()
+    try:
+        yield
+    except BaseException:
+        counts.clear()
+        counts.update(before)
+        raise
+    finally:
+        _counts_at_first = kept
 
 
 def _load(path: str) -> keras.Model:

@@ -1,9 +1,10 @@
-"""Count exchanges of gradients, and check at the tenth one that all ranks hold the same weights.
+"""Count exchanges of gradients, and check at the tenth and at later ones that all ranks hold the same weights.
 
 A script that never broadcasts root's weights trains another model on each rank, and no other check would notice. The
 check waits for the tenth exchange, because a script may broadcast after its first step, when all variables exist, and
-may exchange several times in a step. It is repeated after hvd.join, because ranks that joined early have older weights.
-Ranks with equal gradients, as of a script that gives each the same rows, are told then.
+may exchange several times in a step. It is repeated at the hundredth and at every thousandth, because a script may
+change a learning rate on one rank alone, and from the start after hvd.join, because ranks that joined early have older
+weights. Ranks with equal gradients, as of a script that gives each the same rows, are told at the tenth.
 Also numbers variables alike on all ranks, and holds which checks `init` has switched off.
 """
 
@@ -26,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, is_alone, make_outside_graphs, number_of_ranks
+from horovod_train.distributed.consistency import of_equal_rows
 from horovod_train.distributed.group import name_of
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RanksDisagree
@@ -35,10 +37,15 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-CHECKED_EXCHANGE = 10
+FIRST_CHECK, SECOND_CHECK, CHECK_EVERY = 10, 100, 1000
+"""The exchanges at which weights are compared. On a GPU each time costs a copy of all weights to the host."""
 _ADVICE = (
     "Give fit hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call hvd.broadcast_variables(model.variables, "
     "root_rank=0) after the first step at the latest"
+)
+_ADVICE_LATER = (
+    "They were equal when ranks compared them before: a rank has changed its weights or its learning rate alone since. "
+    "Let all ranks do so, by figures that hvd.allreduce has averaged"
 )
 
 
@@ -47,7 +54,7 @@ class Guards:
     """What ranks check and do together; `init` sets the first three."""
 
     check_weights: bool = True
-    """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
+    """Compare weights over the ranks at the tenth exchange and at later ones, and after each epoch of model.fit."""
     files_on_root_only: bool = True
     """Let callbacks that write files run on one rank of model.fit."""
     end_epochs_together: bool = True
@@ -130,36 +137,41 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
-    """Collective at its tenth run: count, and raise RanksDisagree in the step if ranks hold different values.
+    """Count; collective where that is checked: raise RanksDisagree in the step if ranks hold different values.
 
-    gradients: of the variables, this rank's. If they are equal on all ranks then, the first one says so.
+    gradients: of the variables, this rank's. If they are equal on all ranks at the tenth, the first one says so.
     """
     count = _counters[ranks.process_set_id][variables[0]].assign_add(1)
     if guards.check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
         with tf.device("CPU:0"):  # on a GPU the host would wait for the result in every step
-            is_due = tf.equal(count, CHECKED_EXCHANGE)
+            is_early = tf.equal(count, FIRST_CHECK) | tf.equal(count, SECOND_CHECK)
+            is_due = is_early | tf.equal(count % CHECK_EVERY, 0)
         dense = [each for each in gradients if isinstance(each, tf.Tensor) and each.dtype.is_floating]
         largest = max(dense, key=lambda each: each.shape.num_elements() or 0, default=tf.zeros(1))
-        tf.cond(is_due, lambda: _compare(variables, largest, name, ranks), lambda: tf.constant(True))
+        tf.cond(is_due, lambda: _compare(variables, largest, name, ranks, count), lambda: tf.constant(True))
 
 
-def _compare(variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
+def _compare(
+    variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hvd.ProcessSet, count: tf.Tensor
+) -> tf.Tensor:
     names = [name_of(variable) for variable in variables]
     may_await_broadcast = guards.awaits_broadcast and _is_in_fit()  # a `fit` that has failed leaves it True
 
-    def check(rows: np.ndarray) -> bool:
+    def check(rows: np.ndarray, count: np.ndarray) -> bool:
         global _disagreement
         if may_await_broadcast and guards.awaits_broadcast:
             return True
         taking_part = np.flatnonzero(rows[:, 0])
+        is_first = count == FIRST_CHECK
+        advice, members = _ADVICE if is_first else _ADVICE_LATER, np.array(members_of(ranks))
         try:
-            check_equal(rows[taking_part, 1:-1], names, np.array(members_of(ranks))[taking_part].tolist(), _ADVICE)
+            check_equal(rows[taking_part, 1:-1], names, members[taking_part].tolist(), advice)
         except RanksDisagree as error:
             _disagreement = error
             raise
-        if len(taking_part) > 1 and rows[taking_part[0], -1] and len({*rows[taking_part, -1].tolist()}) == 1:
-            _warn_of_equal_rows(len(taking_part))
+        if is_first and (said := of_equal_rows(rows[taking_part, -1].tolist())):
+            _warn_of_equal_rows(said)
         return True
 
     with tf.device("CPU:0"):
@@ -172,15 +184,15 @@ def _compare(variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hv
     # A sum, and on the device of the gradients' sums: ranks that are in hvd.join take part in those only, with zeros.
     rows = hvd.allreduce(own_row, op=hvd.Sum, name=name, ignore_name_scope=True, process_set=ranks)
     with tf.device("CPU:0"):
-        return tf.ensure_shape(tf.numpy_function(check, [rows], tf.bool), [])
+        return tf.ensure_shape(tf.numpy_function(check, [rows, count], tf.bool), [])
 
 
 @functools.cache
-def _warn_of_equal_rows(count: int) -> None:
+def _warn_of_equal_rows(said: str) -> None:
     """Say on rank 0, the first time, that ranks have computed the same gradients."""
     if hvd.rank() == 0:
         log.warning(
-            f"all {count} ranks seem to train on the same rows: a gradient is equal to the bit. x, y, weights = "
+            f"{said}: a gradient is equal to the bit. x, y, weights = "
             "hvd.shard(x, y) gives each rank its own; or shuffle with another seed on each."
         )
 

@@ -30,6 +30,7 @@ from horovod_train.distributed.layer_contents import finalize
 from horovod_train.distributed.objects import HOST
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.lifetime import begin_watch, exchanging
+from horovod_train.tensorflow.sharding import check_given, take_given
 
 _SEED = "seed_generator_state"
 """Part of the names of the variables in which Keras' random layers keep their seed."""
@@ -46,7 +47,7 @@ def broadcast_variables(
     process_set: the ranks that take part. inplace: without a copy of each variable in memory.
 
     Raises UserError for a dtype that Horovod cannot send, for an argument of another kind, and on all ranks if they
-    give different variables.
+    give different variables, or have given hvd.shard different arrays.
     """
     targets = [variable for variable in _variables_in(variables) if _SEED not in name_of(variable)]
     check_sendable(targets)
@@ -70,16 +71,21 @@ def _check_alike(variables: Sequence[Any], root_rank: int, process_set: hvd.Proc
     """Collective: raise UserError on all ranks of the set if they would broadcast different variables.
 
     Their number, and by position their shapes, dtypes and the last words of their names, must be equal: Keras numbers
-    names in each process, and those of a model that was loaded may begin otherwise.
+    names in each process, and those of a model that was loaded may begin otherwise. On the way ranks compare what they
+    have given hvd.shard.
     """
     kinds = [_kind(variable) for variable in variables]
-    digest = hashlib.sha256("\n".join([str(root_rank), *kinds]).encode()).digest()
+    given = take_given() if process_set is hvd.global_process_set else []
+    digests = [hashlib.sha256(text.encode()).digest() for text in ("\n".join([str(root_rank), *kinds]), repr(given))]
     with tf.device(HOST):
-        own = tf.constant([list(digest)], tf.uint8)
-        digests = hvd.allgather(own, name="broadcast_variables.check", process_set=process_set).numpy()
-    if (digests == digests[0]).all():
+        own = tf.constant([[list(digest) for digest in digests]], tf.uint8)
+        of_ranks = hvd.allgather(own, name="broadcast_variables.check", process_set=process_set).numpy()
+    are_alike, shard_alike = (of_ranks == of_ranks[0]).all(axis=(0, 2))
+    # All ranks come to the same place. Only here what may be much.
+    if not shard_alike:
+        check_given(objects.gather(given, "broadcast_variables.shard"))
+    if are_alike:
         return
-    # All ranks come here. Only now the names, which may be many.
     names = [name_of(variable) for variable in variables]
     gathered = objects.gather([root_rank, kinds, names], "broadcast_variables.names", process_set)
     members = list(process_set.ranks or range(len(gathered)))

@@ -67,8 +67,8 @@ def init(
     watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
         a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour. Elastic ranks are
         not watched. Before that broadcast Horovod names exchanges in which ranks wait for longer than warn_after_s.
-    check_weights: see that all ranks hold the same weights at the tenth exchange of gradients, and, by the broadcast
-        callback, after each epoch.
+    check_weights: see that all ranks hold the same weights at the tenth exchange of gradients, at the hundredth and at
+        every thousandth, and, by the broadcast callback, after each epoch.
     files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
         root only.
     end_epochs_together: with the broadcast callback, end an epoch of `fit` on all ranks when the rank with the fewest

@@ -1,9 +1,14 @@
-"""shard: gives each record to one rank, and equally many to each, so that all ranks take the same steps."""
+"""shard: gives each record to one rank, and equally many to each, so that all ranks take the same steps.
+
+It exchanges nothing, so a script may call it before ranks can meet. What it was given is compared over the ranks when
+they meet next, at a broadcast: ranks that hold the records in other orders would lose some and train on others twice.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -11,10 +16,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import is_of_batches, unsure_order
+from horovod_train.keras_seams import is_in_memory, is_of_batches, unsure_order
+from horovod_train.shown_text import listed
+from horovod_train.tensorflow.agreement import guards
 
 log = logging.getLogger(__name__)
+
+_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 4 << 20
+"""At most so many rows of an array, evenly spaced, and about so many bytes of it, are compared over the ranks."""
+_SAMPLED_RECORDS = 16
+"""Of a dataset of arrays, its first ones."""
 
 _SEVERAL = "Give several inputs one by one, x1, x2, y, weights = hvd.shard(x1, x2, y), or as a dict."
 
@@ -30,20 +43,27 @@ def shard(*data: Any) -> Any:
         (x, y, weight). Its order must be the same on all ranks, in every epoch. So shuffle and sample what this
         returns, and leave `deterministic` on, there too; a generator must give all ranks the same.
 
+    All ranks must give the same rows in the same order. At the next broadcast (of the broadcast callback,
+    broadcast_variables or broadcast_model) UserError is raised on all ranks if they gave different numbers of rows, or
+    if every array of a call differs between ranks, in up to 1,024 rows of each, evenly spaced; of a dataset made of
+    arrays in its first 16 records. An array that is equal on all ranks shows that the order is. Not compared are calls
+    that only some ranks make, other datasets, elastic scripts, and anything after init(check_weights=False).
+
     Raises UserError for what has no rows that can be taken by number, for arrays of different lengths, for fewer
     records than ranks, and for a dataset of another form, or whose order may be another one on each rank.
     """
     if len(data) == 1 and isinstance(data[0], tf.data.Dataset):
         return _shard_dataset(data[0])
-    lengths: dict[str, int] = {}
-    arguments = [_as_arrays(value, f"argument {number}", lengths) for number, value in enumerate(data, start=1)]
-    counts = set(lengths.values())
+    arrays: dict[str, np.ndarray] = {}
+    arguments = [_as_arrays(value, f"argument {number}", arrays) for number, value in enumerate(data, start=1)]
+    counts = set(map(len, arrays.values()))
     if len(counts) != 1:
-        text = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "nothing"
+        text = ", ".join(f"{name}: {len(array)}" for name, array in arrays.items()) or "nothing"
         advice = f" {_SEVERAL}" if any(map(_is_several, data)) else ""
         raise UserError(f"hvd.shard: expected arrays with the same number of rows; received {text}.{advice}")
     rank, size, count = hvd.rank(), hvd.size(), counts.pop()
     _check_count(count)
+    _note(arrays, count)
     rows = np.arange(rank, count, size)
     weights = np.ones(len(rows), np.float32)
     if len(rows) < -(-count // size):
@@ -51,13 +71,13 @@ def shard(*data: Any) -> Any:
     return (*keras.tree.map_structure(lambda array: array[rows], arguments), weights)
 
 
-def _as_arrays(value: Any, name: str, lengths: dict[str, int]) -> np.ndarray | dict[Any, Any]:
+def _as_arrays(value: Any, name: str, arrays: dict[str, np.ndarray]) -> np.ndarray | dict[Any, Any]:
     """Return a value as an array with rows, or a dict of such. Raises UserError for what has no rows.
 
-    name: what messages call it. lengths: of the arrays so far, by name; gets those of the value too.
+    name: what messages call it. arrays: those so far, by name; gets those of the value too.
     """
     if isinstance(value, Mapping):
-        return {key: _as_arrays(part, f"{name}[{key!r}]", lengths) for key, part in value.items()}
+        return {key: _as_arrays(part, f"{name}[{key!r}]", arrays) for key, part in value.items()}
     kind = type(value).__name__
     if isinstance(value, tf.data.Dataset):
         raise _no_rows(name, "a dataset", "Give hvd.shard one dataset of (x, y), alone.")
@@ -77,7 +97,7 @@ def _as_arrays(value: Any, name: str, lengths: dict[str, int]) -> np.ndarray | d
         raise _no_rows(name, f"{kind} whose items have different shapes", advice) from None
     if array.ndim == 0:
         raise _no_rows(name, f"{kind} without rows", "Make an array of it.")
-    lengths[name] = len(array)
+    arrays[name] = array
     return array
 
 
@@ -115,6 +135,7 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
             f"lost. {advice}"
         )
     _check_count(count)
+    _note_records(dataset, count)
     rank, size = hvd.rank(), hvd.size()
     rank_records = dataset.shard(size, rank)
     weighted = rank_records.map(lambda x, y: (x, y, tf.constant(1.0)))
@@ -126,3 +147,70 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _check_count(count: int) -> None:
     if count < hvd.size():
         raise UserError(f"hvd.shard: expected at least one record for each of {hvd.size()} ranks; received {count}.")
+
+
+_given: list[tuple[int, dict[str, tuple[str, bool]]]] = []
+"""Of each call since the last broadcast how many rows it was given, and of each array, by name, what _seen_of says."""
+
+
+def _note(arrays: Mapping[str, np.ndarray], count: int) -> None:
+    if guards.check_weights and not launcher.detect().is_elastic:
+        _given.append((count, {name: _seen_of(array) for name, array in arrays.items()}))
+
+
+def _note_records(dataset: tf.data.Dataset, count: int) -> None:
+    """Note a dataset by its first records, if it is made of arrays: reading another one may take long, or change it."""
+    first = [tf.nest.flatten(record) for record in dataset.take(_SAMPLED_RECORDS)] if is_in_memory(dataset) else []
+    columns = [column for column in zip(*first, strict=True) if isinstance(column[0], tf.Tensor)]
+    _note({f"part {number} of a record": np.stack(column) for number, column in enumerate(columns, start=1)}, count)
+
+
+def _seen_of(array: np.ndarray) -> tuple[str, bool]:
+    """Return a digest of some rows of an array, and whether these differ, so that they show an order."""
+    fitting = _SAMPLED_BYTES // max(array.nbytes // len(array), 1)
+    sampled = min(len(array), max(8, min(fitting, _SAMPLED_ROWS)))
+    sample = array[np.linspace(0, len(array) - 1, sampled).astype(np.int64)]
+    if not sample.dtype.hasobject:
+        rows = [row.tobytes() for row in sample]
+    elif all(isinstance(item, str | bytes | float | int | None) for item in sample.ravel().tolist()):
+        rows = [repr(row).encode() for row in sample.tolist()]
+    else:
+        rows = []  # other objects may look different in each process
+    return hashlib.sha256(b"".join(rows)).hexdigest(), len(set(rows)) > 1
+
+
+def take_given() -> list[Any]:
+    """Return what the calls of `shard` since the last time were given on this rank, to be compared over the ranks."""
+    given = list(_given)
+    _given.clear()
+    return given
+
+
+def check_given(by_rank: Sequence[Sequence[Any]]) -> None:
+    """Raise UserError if ranks gave `shard` different rows. by_rank: what `take_given` returned on each.
+
+    Ranks that called it differently often are not compared: a rank may evaluate alone.
+    """
+    if len({len(calls) for calls in by_rank}) > 1:
+        return
+    for calls in zip(*by_rank, strict=True):
+        counts, arrays = zip(*calls, strict=True)
+        if len(set(counts)) > 1:
+            rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            raise UserError(
+                f"hvd.shard: all ranks must give the same rows; received {counts[0]} of them on rank 0, {counts[rank]} "
+                f"on rank {rank}. It takes a rank's part of what all ranks hold: give all the same, and part nothing "
+                "before."
+            )
+        names = [name for name in arrays[0] if any(seen.get(name, ("", False))[1] for seen in arrays)]
+        digests = [[seen.get(name, ("", False))[0] for seen in arrays] for name in names]
+        if not names or any(len(set(of_ranks)) == 1 for of_ranks in digests):
+            continue
+        ranks = [rank for rank, digest in enumerate(digests[0]) if digest != digests[0][0]]
+        verb = "differs" if len(names) == 1 else "differ"
+        raise UserError(
+            f"hvd.shard: {listed(names, 4)}, of {counts[0]} rows, {verb} on rank {listed(ranks, 4)} from rank 0 in "
+            "order or in values, so records would be lost, and others trained on twice. Give all ranks the same "
+            "order, as by train_test_split(…, random_state=0), and shuffle what hvd.shard returns. If the order is the "
+            "same and the values differ on purpose, share row numbers: rows, weights = hvd.shard(np.arange(len(x)))."
+        )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 import numpy as np
 
-from horovod_train.config.registry import call, choose_keras
+from horovod_train.config.registry import call, choose_keras, is_users, load_function
 from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
@@ -243,7 +243,7 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
         where = f"callbacks[{number}]"
         factory = choose_keras(keras.callbacks, keras.callbacks.Callback, spec.name, where)
         _check_is_of_use(factory, spec, where)
-        callback = call(factory, spec, where)
+        callback = call(factory, _with_functions(factory, spec, where), where)
         if not isinstance(callback, keras.callbacks.Callback):
             raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
         _check_is_of_use(type(callback), spec, where)
@@ -265,6 +265,25 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
         if hasattr(callback, "get_state") != hasattr(callback, "set_state"):
             raise UserError(f"{where}: {spec.name} needs both get_state() and set_state(state), or neither.")
     return Callbacks(named)
+
+
+def _with_functions(factory: Any, spec: Spec, where: str) -> Spec:
+    """Return a callback of Keras with the functions that its options name, as `schedule: package.module:function`.
+
+    Raises UserError for one that cannot be imported, and for an option that must be a function and is not. The options
+    of a user's own callback are left as they are.
+    """
+    if not str(factory.__module__).startswith("keras."):
+        return spec
+    options = dict(spec.options)
+    for name, value in options.items():
+        key = f"{where}.options.{name}"
+        if isinstance(value, str) and is_users(value):
+            options[name] = load_function(value, key)
+        takes_function = name == "schedule" or (name.startswith("on_") and value is not None)
+        if takes_function and not callable(options[name]):
+            raise UserError(f"{key}: expected a function, as package.module:function; received {value!r}.")
+    return replace(spec, options=options)
 
 
 def _check_is_of_use(kind: Any, spec: Spec, where: str) -> None:

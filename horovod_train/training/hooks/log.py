@@ -6,13 +6,19 @@ time it spends elsewhere, and the cost of the exchange itself by the rank that w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
 
+from horovod_train.data.stream import StreamPipeline
+from horovod_train.distributed import consistency
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.output.metrics import NO_ASIDE, Aside
 from horovod_train.training.open_run import LOOK_EVERY_S, MEASURED_PHASES, Run
+
+log = logging.getLogger(__name__)
 
 JUDGED_FROM_S = 0.5
 """Seconds of steps that each rank must have seen before they are judged: five looks."""
@@ -35,12 +41,16 @@ class LogTraining:
         self._phase_steps = 0
         self._skipped: set[int] = set()
         """The records that any rank has skipped, as known at the last line."""
+        self._has_compared_rows = False
 
     def __call__(self, run: Run, step: int, *, keep: bool = False) -> None:
         """keep: whether the next line, as after a resume, counts these figures too."""
         if step == self._last_step:
             return  # no new steps
         self._last_step = step
+        if isinstance(run.parts.train, StreamPipeline) and not self._has_compared_rows:
+            self._has_compared_rows = True
+            _warn_of_equal_rows(run.group, run.parts.train)
         values = run.parts.train_step.figures.result(run.group, keep=keep)
         values |= run.state.average_loss(run.group) | _drift(run, step)
         values |= {name: float(rate) for name, rate in run.state.optimizer.learning_rates.items()}
@@ -97,6 +107,15 @@ class LogTraining:
         figures |= {"own_s_per_step_min": busy.min(), "own_s_per_step_median": np.median(busy)}
         figures |= {"own_s_per_step_max": busy.max(), "slowest_rank": float(busy.argmax())}
         return Aside(figures, verdict)
+
+
+def _warn_of_equal_rows(group: WorkerGroup, train: StreamPipeline) -> None:
+    """Collective: say so if the stream has given all ranks the same first records."""
+    if said := consistency.of_equal_rows(group.gather(train.first_rows)):
+        log.warning(
+            f"data.dataset: {said}: the first records are equal to the bit. The function must give each rank its own, "
+            "as by dataset.shard(size, rank)."
+        )
 
 
 def _drift(run: Run, step: int) -> dict[str, float]:

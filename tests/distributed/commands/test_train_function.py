@@ -127,6 +127,45 @@ def test_a_process_that_has_used_tensorflow_is_told_to_train_first(digits: Path,
     assert [line.partition(" ")[2][: len(said)] for line in finished.stdout.splitlines()] == [said, said]
 
 
+NETS = """
+import keras
+noise = {noise}
+def build():
+    return keras.Sequential([keras.Input((28, 28, 1)), noise, keras.layers.Flatten(), keras.layers.Dense(10)])
+"""
+NOTEBOOK = """
+import sys
+import horovod_train
+import nets
+{look}
+trained = horovod_train.train(sys.argv[1], "train.epochs=1", np=1)
+print("trained", trained.summary["steps"], trained.model.weights[0].path)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("noise", "look", "path"),
+    [
+        ("keras.layers.Identity()", "nets.build().summary()", "sequential/dense/kernel"),
+        ("keras.Sequential([keras.layers.GaussianNoise(0.1)])", "", "sequential_1/dense/kernel"),
+    ],
+    ids=["a model was built before", "its module has layers"],
+)
+def test_what_ranks_have_trained_is_loaded_into_a_process_that_has_models(
+    digits: Path, tmp_path: Path, noise: str, look: str, path: str
+) -> None:
+    """Keras numbers names by process: after another model, this one has other names here than on the ranks."""
+    config = BASE.format(data=digits).replace("user_models:small", "nets:build") + f"output_dir: {tmp_path}/run\n"
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "nets.py").write_text(NETS.format(noise=noise))
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.format(look=look))
+    words = [str(tmp_path / "notebook.py"), str(tmp_path / "config.yaml")]
+    finished = run_process([*warm_python(), *words], cwd=tmp_path)
+    assert finished.returncode == 0, finished.text
+    assert f"trained 15 {path}\n" in finished.stdout, finished.text
+
+
 @pytest.mark.long
 def test_a_call_without_its_guard_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

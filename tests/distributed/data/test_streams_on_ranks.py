@@ -37,9 +37,21 @@ def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path
         assert finished.returncode == 0, finished.text
         found[np] = [metrics_of(tmp_path / f"at-{np}", split)[-1]["loss"] for split in ("train", "eval")]
         assert "is a stream: ranks end each epoch together" in finished.text
+        assert "the same rows" not in finished.text
     assert found[3] == pytest.approx(found[1], rel=1e-5)
     assert summary_of(tmp_path / "at-3")["steps"] == STEPS_AT_3
     assert found[3][0] != pytest.approx(found[3][1], rel=1e-3), "two sets of records, so the figures can differ"
+
+
+@pytest.mark.long
+def test_ranks_that_get_the_same_rows_are_told_so_once_and_that_elements_are_batches(tmp_path: Path) -> None:
+    words = ["data.dataset={name: user_streams:unsharded, options: {batch: 3}}", "model=user_streams:of_triples"]
+    finished = run(tmp_path, "a", 2, *words)
+    assert finished.returncode == 0, finished.text
+    assert finished.text.count("data.dataset: all 2 ranks seem to train on the same rows: the first records are") == 1
+    assert (
+        finished.text.count("user_streams:unsharded gives batches, and each counts as one record. Leave batch()") == 1
+    )
 
 
 @pytest.mark.parametrize("np", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -51,6 +63,8 @@ def test_a_model_trains_by_its_own_step_as_by_ours(tmp_path: Path, np: int) -> N
         finished = run(tmp_path, model, np, *words)
         assert finished.returncode == 0, finished.text
         found[model] = metrics_of(tmp_path / model, "eval")[-1]["loss"]
+    assert "the same rows" not in finished.text
+    assert "gives batches" not in finished.text
     assert found["by_itself"] == pytest.approx(found["linear"], rel=1e-5)
     assert summary_of(tmp_path / "by_itself")["steps"] == summary_of(tmp_path / "linear")["steps"]
 

@@ -135,6 +135,12 @@ def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks
     assert len({facts["broadcast"] for facts in ranks}) == 1
 
 
+def test_weights_that_part_later_are_found_at_the_hundredth_exchange(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert "ranks hold different weights: " in facts["forgotten_later"]
+        assert "They were equal when ranks compared them before: a rank has changed" in facts["forgotten_later"]
+
+
 def test_ranks_join_after_any_number_of_steps_and_compare_their_weights_then(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for facts in ranks:
@@ -187,6 +193,16 @@ def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dic
 def test_the_best_model_is_written_by_root_whichever_rank_that_is(ranks: list[dict[str, Any]]) -> None:
     assert all(facts["best_of_root_1"] for facts in ranks)
     assert [facts["writes_best"] for facts in ranks] == [rank == 1 for rank in range(len(ranks))]
+
+
+def test_the_best_model_is_that_of_the_mean_over_ranks_unless_root_evaluates_alone(ranks: list[dict[str, Any]]) -> None:
+    mean = sum(facts["kept_as_best"][1] for facts in ranks) / len(ranks)
+    best, own, _ = ranks[0]["kept_as_best"]
+    assert best == pytest.approx(mean, rel=1e-5)
+    assert abs(own - mean) > 0.1
+    assert {facts["kept_as_best"][2] for facts in ranks} == {best}
+    best, own, _ = ranks[0]["kept_as_best_on_root"]
+    assert best == pytest.approx(own, rel=1e-5)
 
 
 def test_a_model_without_variables_may_take_sixteen_steps_before_it_is_broadcast(ranks: list[dict[str, Any]]) -> None:
@@ -251,6 +267,21 @@ def test_a_dataset_that_may_be_in_another_order_on_each_rank_is_not_sharded(rank
         for text, what in zip(refused, [*advice, "Leave it out, also after hvd.shard."], strict=True):
             assert text.endswith(f"so records would be lost. {what}")
         assert accepted == "accepted"
+
+
+def test_ranks_that_shard_their_rows_in_other_orders_are_refused_at_the_next_broadcast(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for facts in ranks:
+        said = facts["shard_in_other_order"]
+        rows, others = 4 * len(ranks), "1" if len(ranks) == 2 else "1, 2"
+        assert f"hvd.shard: argument 1, argument 2, of {rows} rows, differ on rank {others} from" in said["arrays"]
+        assert f"hvd.shard: part 1 of a record, part 2 of a record, of {rows} rows, differ" in said["dataset"]
+        assert f"received {rows} of them on rank 0, {rows + 1} on rank 1" in said["numbers of rows"]
+        assert "hvd.shard: argument 1, of" in said["fit"]
+        for name in ("one order", "one rank alone", "nothing", "unchecked"):
+            assert said[name] == "accepted"
+        assert not [text for text in said.values() if "\n" in text]
 
 
 def test_root_warns_of_batches_that_are_sharded_as_records(ranks: list[dict[str, Any]]) -> None:

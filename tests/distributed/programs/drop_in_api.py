@@ -181,6 +181,19 @@ facts["forgotten"] = [
     error_of(lambda: fit(dense(rank), distributed())),
     error_of(lambda: loop(dense(rank), sgd(), with_tape())),
 ]
+
+
+def train_at_rates_of_their_own() -> None:
+    """Weights are equal at the tenth exchange, and then a rank has another rate."""
+    model, (x, y) = dense(), batch(0)
+    model.compile(distributed(), "mse")
+    for number in range(100):
+        if number == 20:
+            model.optimizer.learning_rate = 0.001 * (1 + rank)
+        model.train_on_batch(x, y)
+
+
+facts["forgotten_later"] = error_of(train_at_rates_of_their_own)
 in_fit = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 own_head = dense()
 facts["partial_in_fit"] = error_of(
@@ -247,6 +260,23 @@ best = hvd.callbacks.BestModelCheckpoint("loss", filepath=str(OUT / f"best-{rank
 fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(1), best])
 facts["writes_best"] = Path(best.filepath).exists()
 agreement.guards.files_on_root_only = True
+
+
+def kept_as_best(*, on_root_only: bool = False) -> list[float]:
+    """What Keras' checkpoint took for the best of a figure, root's own figure, and those of the epoch that it saw."""
+    kept = keras.callbacks.ModelCheckpoint(str(OUT / f"kept-{rank}.keras"), "val_loss", save_best_only=True)
+    own, seen = dense(), list[float]()
+    look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs.get("val_loss", np.nan)))
+    own.compile(distributed(), "mse")
+    x, y = batch(0)
+    evaluated = None if on_root_only and rank else (x, y + rank)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), kept, look]
+    own.fit(x, y, epochs=1, verbose=0, validation_data=evaluated, callbacks=callbacks)
+    alone = own.evaluate(x, y + rank, verbose=0)
+    return [float(np.min(kept.best)) if kept.best is not None else np.inf, float(alone), seen[0]]
+
+
+facts["kept_as_best"], facts["kept_as_best_on_root"] = kept_as_best(), kept_as_best(on_root_only=True)
 unbuilt = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
 facts["unbuilt_16_a_call"] = error_of(lambda: fit(unbuilt, distributed(), in_fit, steps_per_execution=16))
 facts["unbuilt_weights"] = weights(unbuilt).tobytes().hex()
@@ -438,6 +468,33 @@ with lines_said() as of_batches:
 with lines_said() as of_records:
     hvd.shard(pairs.batch(4).unbatch().apply(tf.data.experimental.assert_cardinality(8)))
 facts["shard_of_batches"] = [of_batches, of_records]
+
+
+def broadcast_after_shards(*given: Any) -> str:
+    """What the next broadcast says of what each call of shard was given."""
+
+    def attempt() -> None:
+        for data in given:
+            hvd.shard(*data)
+        hvd.broadcast_variables([tf.Variable(0.0)], root_rank=0)
+
+    return error_of(attempt)
+
+
+numbers, own_order = np.arange(4 * size), np.random.default_rng(rank).permutation(4 * size)
+broadcast_after_shards()  # with what was given before
+facts["shard_in_other_order"] = {
+    "arrays": broadcast_after_shards((numbers, numbers), (own_order, own_order * 2)),
+    "dataset": broadcast_after_shards([tf.data.Dataset.from_tensor_slices((own_order, own_order))]),
+    "numbers of rows": broadcast_after_shards([np.arange(4 * size + rank)]),
+    "one order": broadcast_after_shards((own_order, numbers)),
+    "one rank alone": broadcast_after_shards(*([(own_order,)] if rank == 0 else [])),
+    "fit": error_of(lambda: hvd.shard(own_order) and fit(dense(), distributed(), in_fit)),
+    "nothing": broadcast_after_shards(),
+}
+agreement.guards.check_weights = False
+facts["shard_in_other_order"]["unchecked"] = broadcast_after_shards([own_order])
+agreement.guards.check_weights = True
 facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
 facts["values"] = {

@@ -56,5 +56,20 @@ facts["known_length"] = error_of(lambda: endless.fit(stream.repeat(), steps_per_
 steps_before = int(endless.optimizer.iterations)
 endless.fit(stream.repeat(), steps_per_epoch=3 + (rank == 0), epochs=3, verbose=0, callbacks=in_step)
 facts["uneven"]["steps_given"] = int(endless.optimizer.iterations) - steps_before
+
+
+def steps_of_short_epochs(optimizer: Any, callbacks: Any) -> int:
+    """Of three epochs of 3 steps, over 4 batches that do not repeat: Keras ends the second after one, and warns."""
+    model = build_model(0)
+    model.compile(optimizer, "mse")
+    batches = tf.data.Dataset.from_tensor_slices(data(rank)).batch(8)
+    model.fit(batches, steps_per_epoch=3, epochs=3, verbose=0, callbacks=callbacks)
+    return int(model.optimizer.iterations)
+
+
+facts["short_alike"] = [
+    steps_of_short_epochs(sgd(), in_step),
+    steps_of_short_epochs(keras.optimizers.SGD(0.1), []),
+]
 leave(rank, facts)
 group.close()

@@ -243,6 +243,17 @@ def test_ranks_of_which_one_stops_early_all_end_with_its_number(rank_facts: Rank
 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
+def test_epochs_that_are_short_on_all_ranks_alike_end_as_in_keras(
+    rank_facts: RankFacts, launcher: str, np: int
+) -> None:
+    for facts in rank_facts("unequal_epochs", launcher, np):
+        distributed, by_keras = facts["short_alike"]
+        assert distributed == by_keras
+        assert by_keras < 3 * 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_data_of_unknown_length_is_refused_until_its_steps_are_given(
     rank_facts: RankFacts, launcher: str, np: int
 ) -> None:

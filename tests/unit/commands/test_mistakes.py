@@ -215,3 +215,16 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_named(
     shown = capsys.readouterr()
     lines = [line for line in (shown.out + shown.err).splitlines() if "scratch" in line]
     assert lines == [f"{said}scratch is a link to nothing: is its disk mounted?"]
+
+
+def test_the_run_of_a_stream_has_no_records_to_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "stream.yaml").write_text(
+        "output_dir: runs/s\nmodel: nets:build\ntrain: {epochs: 1}\n"
+        "data: {dataset: nets:stream, batch_size_per_rank: 4}\n"
+    )
+    assert main(["evaluate", "--config", "stream.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: data.dataset: nets:stream is a stream, which only training reads; records are")
+    assert said.endswith("predict --data PATH takes records in files.\n")
+    assert main(["predict", "--config", "stream.yaml", "--out", "a.npz"]) == 2
+    assert capsys.readouterr().err == "error: predict: of which records? Give --data PATH.\n"

@@ -95,6 +95,26 @@ def test_weights_and_inputs_by_name_are_the_functions() -> None:
     assert all(batch.inputs["a"].shape == (2, 1) for batch in found)
 
 
+def test_first_rows_tell_streams_apart_if_they_are_not_all_alike() -> None:
+    found = {}
+    for name, options in {"shuffled": {}, "unsharded": {"batch": 3}, "constant": {}}.items():
+        made = pipelines(name, 2, rows=4, **options)
+        assert [one.first_rows for one in made] == ["", ""]
+        for one in made:
+            batches(one)
+        first_rows = [one.first_rows for one in made]
+        for one in made:
+            batches(one, epoch=1)
+        assert [one.first_rows for one in made] == first_rows
+        found[name] = len({*first_rows}), all(first_rows)
+    assert found == {"shuffled": (2, True), "unsharded": (1, True), "constant": (1, False)}
+
+
+def test_batches_are_told_from_records() -> None:
+    assert stream("unsharded", batch=3).has_batches
+    assert not stream("shuffled").has_batches
+
+
 def test_a_weight_below_zero_is_refused() -> None:
     (made,) = pipelines("weighted", 1, rows=2, least=-3)
     with pytest.raises(UserError, match=r"weighted\(.*\): expected weights of 0 or more; received -3\.$"):

@@ -98,6 +98,9 @@ def test_a_rank_that_ends_an_epoch_early_is_refused_unless_all_stop_at_the_same_
 
     end(0, 3)
     end(1, 3, stops=True)
+    others_stop.append(True)
+    end(2, 2)  # the data of all ranks have ended
+    others_stop.append(False)
     with pytest.raises(UserError, match=r"^model.fit: rank 1 has taken 2 of 3 batches in epoch 3: its data ended, and"):
         end(2, 2)
     others_stop.append(True)
@@ -274,6 +277,20 @@ def test_figures_are_averaged_by_name_though_ranks_log_them_in_another_order(mon
     assert sent[:2] == sent[2:]
 
 
+def test_what_one_rank_alone_logs_stays_as_it_is_where_only_the_best_model_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As root may evaluate alone. In place of the mean, twice the value."""
+    monkeypatch.setattr(objects, "gather", lambda names, _: [names, ["loss"]])
+    monkeypatch.setattr("horovod.tensorflow.allreduce", lambda values, **_: tf.constant(2 * values))
+    averages, logs = MetricAverageCallback(), {"loss": 1.0, "val_loss": 3.0}
+    with pytest.raises(UserError, match="all ranks must log the same metrics; rank 0 logs loss, val_loss, rank 1 logs"):
+        averages.on_epoch_end(0, dict(logs))
+    averages.needs_all = False
+    averages.on_epoch_end(0, logs)
+    assert logs == {"loss": 2.0, "val_loss": 3.0}
+
+
 @pytest.mark.parametrize("root_rank", [0, 1])
 def test_every_checkpoint_of_keras_and_what_else_writes_or_shows_progress_is_on_root_only(
     monkeypatch: pytest.MonkeyPatch, root_rank: int
@@ -333,20 +350,29 @@ def test_the_best_model_may_be_looked_for_between_the_ends_of_epochs(
 Mean, Stop, Backup = MetricAverageCallback, keras.callbacks.EarlyStopping, keras.callbacks.BackupAndRestore
 
 
+class Best(keras.callbacks.ModelCheckpoint):
+    save_best_only = True
+
+
 @pytest.mark.parametrize(
     ("before", "after", "shares_backup", "expected"),
     [
-        ([], [Stop], True, (True, False)),
-        ([], [keras.callbacks.ReduceLROnPlateau], True, (True, False)),
-        ([], [Mean, Stop], True, (False, False)),
-        ([], [Stop, Mean], True, (True, False)),
-        ([Mean, Stop], [], True, (False, False)),
+        ([], [Stop], True, (True, True, False)),
+        ([], [Best], True, (True, False, False)),
+        ([], [Best, Stop], True, (True, True, False)),
+        ([], [Mean, Best], True, (False, False, False)),
+        ([Best], [], True, "Best must come after BroadcastGlobalVariablesCallback"),
+        ([keras.callbacks.ModelCheckpoint], [], True, (False, False, False)),
+        ([], [keras.callbacks.ReduceLROnPlateau], True, (True, True, False)),
+        ([], [Mean, Stop], True, (False, False, False)),
+        ([], [Stop, Mean], True, (True, True, False)),
+        ([Mean, Stop], [], True, (False, False, False)),
         ([Stop], [], True, "EarlyStopping must come after BroadcastGlobalVariablesCallback"),
         ([Stop], [Mean], True, "EarlyStopping must come after BroadcastGlobalVariablesCallback"),
         ([Backup], [], True, "BackupAndRestore must come after BroadcastGlobalVariablesCallback"),
-        ([Backup], [], False, (False, False)),
-        ([], [keras.callbacks.TerminateOnNaN], True, (False, True)),
-        ([keras.callbacks.TerminateOnNaN, keras.callbacks.CSVLogger], [], True, (False, True)),
+        ([Backup], [], False, (False, False, False)),
+        ([], [keras.callbacks.TerminateOnNaN], True, (False, False, True)),
+        ([keras.callbacks.TerminateOnNaN, keras.callbacks.CSVLogger], [], True, (False, False, True)),
     ],
 )
 def test_callbacks_that_decide_get_means_and_those_that_cannot_are_refused(
@@ -357,7 +383,7 @@ def test_callbacks_that_decide_get_means_and_those_that_cannot_are_refused(
     broadcaster = BroadcastGlobalVariablesCallback()
     given = [*(kind.__new__(kind) for kind in before), broadcaster, *(kind.__new__(kind) for kind in after)]
 
-    def needs() -> tuple[bool, bool]:
+    def needs() -> tuple[bool, bool, bool]:
         return callbacks._find_needs(given, broadcaster, shares_backup=shares_backup)
 
     if isinstance(expected, str):
@@ -366,9 +392,9 @@ def test_callbacks_that_decide_get_means_and_those_that_cannot_are_refused(
         return
     assert needs() == expected
     # What one rank needs, all do; what is wrong on one is refused on all, which would else wait for it.
-    monkeypatch.setattr(callbacks, "_on_any_rank", lambda name, *flags: [True, True, False])
-    assert needs() == (True, True)
-    monkeypatch.setattr(callbacks, "_on_any_rank", lambda name, *flags: [*flags[:2], True])
+    monkeypatch.setattr(callbacks, "_on_any_rank", lambda name, *flags: [True, True, True, False])
+    assert needs() == (True, True, True)
+    monkeypatch.setattr(callbacks, "_on_any_rank", lambda name, *flags: [*flags[:3], True])
     with pytest.raises(UserError, match="must come after"):
         needs()
 

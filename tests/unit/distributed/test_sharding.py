@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.tensorflow.sharding import shard
+from horovod_train.tensorflow import sharding
+from horovod_train.tensorflow.sharding import check_given, shard, take_given
 
 ROWS = np.zeros((8, 3), np.float32)
 
@@ -55,3 +56,70 @@ def test_fewer_records_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -
     for data in ((np.zeros(3),), (tf.data.Dataset.from_tensor_slices((np.zeros(3), np.zeros(3))),)):
         with pytest.raises(UserError, match="expected at least one record for each of 4 ranks; received 3"):
             shard(*data)
+
+
+X, Y = np.random.default_rng(0).normal(size=(64, 3)), np.arange(64) % 3
+OTHER = np.random.default_rng(1).permutation(64)
+LOST = "in order or in values, so records would be lost"
+
+
+def pairs(x: Any, y: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((x, y))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([(X, Y)], [(X[OTHER], Y[OTHER])], f"argument 1, argument 2, of 64 rows, differ on rank 1 from rank 0 {LOST}"),
+        ([(X, Y)], [(X, Y)], None),
+        ([({"a": X},)], [({"a": X[OTHER]},)], rf"argument 1\['a'\], of 64 rows, differs on rank 1 from rank 0 {LOST}"),
+        ([(X, Y)], [(X + 1, Y)], None),  # as by noise or rounding: targets in one order
+        ([(X, np.ones(64))], [(X[OTHER], np.ones(64))], "argument 1, of 64 rows, differs"),  # that show no order
+        ([(np.ones((64, 2)),)], [(np.zeros((64, 2)),)], None),
+        ([(X, Y)], [(X[:60], Y[:60])], "the same rows; received 64 of them on rank 0, 60 on rank 1"),
+        ([(X, Y), (X, Y)], [(X, Y), (X[OTHER], Y[OTHER])], "argument 1, argument 2, of 64 rows"),
+        ([(X, Y), (X, Y)], [(X[OTHER], Y[OTHER])], None),  # root alone evaluates
+        ([(Y.astype(str).astype(object),)], [(Y[OTHER].astype(str).astype(object),)], "argument 1, of 64 rows"),
+        ([([object() for _ in range(8)],)], [([object() for _ in range(8)],)], None),
+        ([(pairs(X, Y),)], [(pairs(X[OTHER], Y[OTHER]),)], "part 1 of a record, part 2 of a record, of 64 rows"),
+        ([(pairs(X, Y),)], [(pairs(X, Y),)], None),
+        ([(pairs(X, Y),)], [(pairs(X[:60], Y[:60]),)], "the same rows; received 64 of them on rank 0, 60 on rank 1"),
+        ([(pairs(X, Y).map(lambda x, y: (x, y)),)], [(pairs(X[OTHER], Y[OTHER]).map(lambda x, y: (x, y)),)], None),
+    ],
+)
+def test_ranks_that_hold_other_rows_are_refused_unless_an_array_shows_that_the_order_is_one(
+    monkeypatch: pytest.MonkeyPatch, ours: list[Any], theirs: list[Any], said: str | None
+) -> None:
+    """And that the numbers of rows differ, also of datasets that are not read."""
+    monkeypatch.setattr(horovod.tensorflow, "size", lambda: 2)
+    monkeypatch.setattr(horovod.tensorflow, "rank", lambda: 0)
+    take_given()
+    given = []
+    for calls in (ours, theirs):
+        for call in calls:
+            shard(*call)
+        given.append(take_given())
+    assert take_given() == []
+    if said is None:
+        check_given(given)
+        return
+    with pytest.raises(UserError, match=rf"^hvd\.shard: .*{said}") as error:
+        check_given(given)
+    assert "\n" not in str(error.value)
+
+
+class Counted(np.ndarray):
+    """Counts the bytes that are copied out of it by the numbers of rows."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        Counted.copied += found.nbytes if isinstance(key, np.ndarray) else 0
+        return found
+
+
+def test_of_a_large_array_a_few_rows_are_compared() -> None:
+    rows = np.zeros((2000, 1 << 16), np.float32).view(Counted)
+    assert sharding._seen_of(rows) == sharding._seen_of(rows)
+    assert 0 < Counted.copied <= 2 * sharding._SAMPLED_BYTES

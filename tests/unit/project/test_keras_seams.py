@@ -264,6 +264,7 @@ def test_the_data_service_has_no_order() -> None:
         (PAIRS, False),
         (PAIRS.batch(4), True),
         (PAIRS.batch(4, drop_remainder=True).prefetch(1), True),
+        (PAIRS.map(lambda x, y: (x, y, 1.0)).batch(4), True),
         (PAIRS.batch(4, num_parallel_calls=2).take(1), True),
         (PAIRS.padded_batch(4).map(lambda x, y: (x / 2, y)), True),
         (PAIRS.batch(4).unbatch(), False),
@@ -277,6 +278,29 @@ def test_the_data_service_has_no_order() -> None:
 def test_batches_of_pairs_are_told_from_records(data: tf.data.Dataset, expected: bool) -> None:
     """_inputs."""
     assert keras_seams.is_of_batches(data) == expected
+
+
+SPLIT, _ = keras.utils.split_dataset((X, Y), left_size=0.5, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (PAIRS, True),
+        (PAIRS.skip(1).take(2).repeat(2).concatenate(PAIRS).prefetch(1), True),
+        (tf.data.Dataset.zip((RANGE, PAIRS)), True),
+        (SPLIT, True),
+        (PAIRS.map(lambda x, y: (y, x)), False),
+        (PAIRS.cache("file"), False),
+        (SHUFFLED, False),
+        (tf.data.Dataset.zip((RANGE, RANDOM)), False),
+        (tf.data.TFRecordDataset([__file__]).take(1), False),
+        (tf.data.Dataset.from_generator(list, output_signature=PAIRS.element_spec), False),
+    ],
+)
+def test_datasets_of_arrays_are_told_from_those_that_compute_or_read(data: tf.data.Dataset, expected: bool) -> None:
+    """_inputs."""
+    assert keras_seams.is_in_memory(data) == expected
 
 
 def test_arrays_are_not_copied_to_find_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

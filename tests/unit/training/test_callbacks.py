@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import pytest
+import user_callbacks
 import user_steps
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts
@@ -57,6 +58,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"on_test_batch_end": print},
         "LambdaCallback has on_test_batch_end, which a training run never calls.",
     ),
+    (
+        "LearningRateScheduler",
+        {"schedule": "half"},
+        "callbacks[0].options.schedule: expected a function, as package.module:function; received 'half'.",
+    ),
+    ("LearningRateScheduler", {"schedule": "user_callbacks:nothing"}, "options.schedule: user_callbacks has no 'noth"),
+    ("keras.callbacks:LambdaCallback", {"on_epoch_end": 3}, "options.on_epoch_end: expected a function, as package"),
     ("user_callbacks:HalfAState", {}, "HalfAState needs both get_state() and set_state(state), or neither."),
 ]
 
@@ -72,6 +80,21 @@ def test_what_has_no_use_is_one_line(name: str, options: dict[str, Any], expecte
 def test_a_function_of_a_lambda_callback_sees_batches() -> None:
     assert load_callbacks([Spec("LambdaCallback", {"on_train_batch_end": print})]).see_batches
     assert not load_callbacks([Spec("LambdaCallback", {"on_epoch_end": print})]).see_batches
+
+
+def test_functions_of_keras_callbacks_are_named_as_all_else_is() -> None:
+    """A callback of a user's own gets its options as they are."""
+    name = "user_callbacks:half"
+    scheduler, of_lambda, own = load_callbacks(
+        [
+            Spec("LearningRateScheduler", {"schedule": name}),
+            Spec("LambdaCallback", {"on_epoch_end": name, "on_train_end": None}),
+            Spec("user_callbacks:HalvesTheRate", {"schedule": name}),
+        ]
+    ).named
+    assert scheduler.callback.schedule is of_lambda.callback.on_epoch_end is user_callbacks.half
+    assert of_lambda.runs_users_code("on_epoch_end")
+    assert own.callback.schedule == name
 
 
 def made(rate: Any = 0.5) -> keras.Model:
