@@ -27,6 +27,10 @@ this process is alone. Or the name of a convention; see conventions.
 ROOT_REPORTS_FIRST_S = 2.0
 """How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
 
+THREADS_END_WITHIN_S = 45.0
+"""How long the process of a program that is done waits for threads and processes that the user's code has left, as to
+upload something. Less than the 60 s after which srun kills ranks that outlast others, `--wait=60` in our scripts."""
+
 STOP_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGXCPU, signal.SIGHUP),
