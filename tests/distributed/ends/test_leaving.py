@@ -415,7 +415,7 @@ def test_a_rank_whose_clock_is_wrong_is_named_and_does_not_end_the_run(
         "if os.environ.get('SLURM_PROCID') == '1':\n"
         f"    right = time.time; time.time = lambda: right() + {hours * 3600}\n"
     )
-    environment = rank_environment() | {"SLURM_JOB_END_TIME": str(int(time.time()) + 1800)}
+    environment = rank_environment() | {"SLURM_JOB_END_TIME": str(int(time.time()) + 1800), "SLURM_JOB_ID": "7"}
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     words = ["--config", config, "train.max_steps=30", "--output-dir", tmp_path / "run"]
     finished = train(words, launcher="srun", np=3, environment=environment)
