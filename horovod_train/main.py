@@ -334,6 +334,8 @@ def entry() -> None:
         if exit_code:
             os._exit(exit_code)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        sys.unraisablehook = sys.__unraisablehook__
 
     exit_code = main()
     # Schedulers repeat signals. Another one would replace the exit code, which says that the run is saved.
