@@ -96,7 +96,7 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
         return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {signal_name(asked_by)}; {ending}")
     if codes <= SAVED:
-        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
+        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved what it had trained")
     if InUse.exit_code in codes:
         why = f"exit code {InUse.exit_code}: another run has the run directory"
         return Verdict("stop" if is_first else "again", InUse.exit_code, why)
