@@ -17,6 +17,7 @@ import platform
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,7 @@ from horovod_train.output.console import (
     to_stdout,
     traceback_to_stderr,
 )
+from horovod_train.shown_text import listed
 
 COMMANDS = {
     "init": ("horovod_train.commands.init", "look at your data and write a config for it, to begin with"),
@@ -331,13 +333,56 @@ def entry() -> None:
     def end_if_failed() -> None:
         if exit_code:
             os._exit(exit_code)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        sys.unraisablehook = sys.__unraisablehook__
 
     exit_code = main()
     # Schedulers repeat signals. Another one would replace the exit code, which says that the run is saved.
     for number in {*launcher.STOP_SIGNALS} - {signal.SIGINT}:
         signal.signal(number, signal.SIG_IGN)
     let_go()
+    limit_exit()
     sys.exit(exit_code)
+
+
+class _StillRuns(BaseException):
+    """Ends Python's wait for a thread."""
+
+
+def limit_exit() -> None:
+    """Let the exit of this process, which follows, wait no longer than THREADS_END_WITHIN_S for the user's threads.
+
+    Python itself would wait for ever for each thread that is no daemon, and for each process of multiprocessing.
+    """
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0]:
+        return  # the watchdog ends a run that has failed sooner
+    limit_s, waits_for_threads, show = launcher.THREADS_END_WITHIN_S, True, sys.unraisablehook
+
+    @atexit.register  # so called first, after the wait for threads
+    def have_ended() -> None:
+        nonlocal waits_for_threads
+        waits_for_threads = False
+
+    def end_the_wait(_number: int, _frame: object) -> None:
+        threads = [thread for thread in threading.enumerate() if not thread.daemon] if waits_for_threads else []
+        left = [f"thread {thread.name!r}" for thread in threads if thread is not threading.main_thread()]
+        if "multiprocessing" in sys.modules:
+            for process in sys.modules["multiprocessing"].active_children():
+                if not process.daemon:  # Python ends the others itself
+                    left.append(f"process {process.name!r}")
+                    process.kill()
+        if left:
+            to_stderr(
+                f"rank {_rank()} ({socket.gethostname()}): all was done {limit_s:.0f} s ago, but {listed(left, 4)} of "
+                "your code still runs, and is ended unfinished. Join it in on_train_end, or make it a daemon."
+            )
+        if waits_for_threads:
+            raise _StillRuns  # which Python reports, and goes on
+
+    sys.unraisablehook = lambda failure: None if failure.exc_type is _StillRuns else show(failure)
+    signal.signal(signal.SIGALRM, end_the_wait)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 
 if __name__ == "__main__":

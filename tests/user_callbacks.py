@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 import horovod_train.keras as hvd
+from horovod_train.distributed.launch import launcher
 
 told: list[list[Any]] = []
 """What Recorder was told on this rank: method, number, and the figures that it got."""
@@ -243,3 +248,24 @@ def no_callback() -> int:
 class KeepsTheBest(keras.callbacks.EarlyStopping):
     def __init__(self) -> None:
         super().__init__(restore_best_weights=True)
+
+
+class LeavesThreads(keras.callbacks.Callback):
+    """Leaves a thread that never ends on rank 1, and a process on root; and on both what ends in time."""
+
+    def __init__(self, notes: str) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        launcher.THREADS_END_WITHIN_S = 3.0
+        ThreadPoolExecutor(1).submit(int)  # its thread waits for more work, and ends when Python does
+        threading.Thread(target=self.note_end, args=(hvd.rank(),)).start()
+        if hvd.rank() == 1:
+            threading.Thread(target=threading.Event().wait, name="uploader").start()
+        else:
+            multiprocessing.get_context("spawn").Process(target=signal.pause, name="converter").start()
+
+    def note_end(self, rank: int) -> None:
+        threading.main_thread().join()
+        Path(self.notes, str(rank)).touch()

@@ -19,7 +19,8 @@ import shlex
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -60,6 +61,8 @@ START_WITHIN_S = 300.0
 _PAUSE = re.compile(r"; next start in (\d{1,9}) s$")
 _REFUSED = f"stopped: exit code {InUse.exit_code}: "
 """How launch tells that another run has the directory."""
+_ASKED = "stopped: asked by "
+"""How it tells that it was asked to stop."""
 _WAITED = "; it has been so for "
 """What it adds if it has waited for the directory after starts of its own."""
 _NAMED_RANK = re.compile(r"\brank (\d{1,9}) \(")
@@ -71,6 +74,8 @@ _STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
 """Launchers that are told what a rank runs by a file or a service, not by a command."""
 _STEP = re.compile(r'"step": (\d{1,18})\b')
 _FATAL = re.compile(r"Fatal Python error: (.+)")
+_CURRENT = re.compile(r"^Current thread 0x.*\n((?:  .*\n?)*)", re.MULTILINE)
+"""The frames of the thread that crashed, among those of all threads."""
 
 _BY_TEXT = (
     (
@@ -187,12 +192,13 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     launched = read_launched(run_dir)
     counted = _not_refused(launched)
     find_holder = functools.cache(lambda: _find_running(run_dir, watch_s))
-    outcome = _without_logs(counted, stories, find_holder) or _started_again(counted, stories)
-    outcome = outcome or _judge(stories, summary, find_holder)
+    alive = _alive(run_dir, stories)
+    outcome = _without_logs(counted, stories, alive, find_holder) or _started_again(counted, stories)
+    outcome = outcome or _judge(stories, summary, alive, find_holder)
     if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
         # It may have ended while its files and its lease were looked at, which takes seconds.
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
-        outcome = _judge(stories, summary, lambda: None)
+        outcome = _judge(stories, summary, _alive(run_dir, stories), lambda: None)
     checkpoint, damaged = _last_good_checkpoint(run_dir)
     is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(run_dir) > 0)
     steps = [_last_step_in_metrics(run_dir), *(story.last_step for story in stories.values())]
@@ -231,6 +237,12 @@ def _starts_of(launched: Sequence[Entry]) -> list[datetime]:
     return [entry.time for entry in launched if entry.text.startswith("start ")]
 
 
+def was_launched(run_dir: Path, launched: Sequence[Entry]) -> bool:
+    """Return whether the command launch has started the last start's ranks, or tried to later."""
+    begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
+    return bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
+
+
 def _not_refused(launched: Sequence[Entry]) -> list[Entry]:
     """Return what launch has said, without its starts that ended because another run had the directory."""
     kept: list[Entry] = []
@@ -244,14 +256,17 @@ def _not_refused(launched: Sequence[Entry]) -> list[Entry]:
 
 
 def _without_logs(
-    launched: Sequence[Entry], stories: Mapping[int, RankStory], find_holder: Callable[[], str | None]
+    launched: Sequence[Entry],
+    stories: Mapping[int, RankStory],
+    alive: Collection[int],
+    find_holder: Callable[[], str | None],
 ) -> Outcome | None:
     """Return how the last start of launch ended, if its ranks left no logs: those that are there tell of another."""
     begun = _starts_of(launched)
     if not begun or not launched[-1].text.startswith("stopped: "):
         return None
-    for story in stories.values():
-        if story.began >= begun[-1] or story.entries[-1].time > launched[-1].time or _is_alive(story):
+    for rank, story in stories.items():
+        if story.began >= begun[-1] or story.entries[-1].time > launched[-1].time or rank in alive:
             return None
     if find_holder():
         return None
@@ -314,9 +329,12 @@ def _verify(folder: Path) -> layout.Checkpoint:
 
 
 def _judge(
-    stories: Mapping[int, RankStory], summary: Mapping[str, Any], find_holder: Callable[[], str | None]
+    stories: Mapping[int, RankStory],
+    summary: Mapping[str, Any],
+    alive: Sequence[int],
+    find_holder: Callable[[], str | None],
 ) -> Outcome:
-    """Return what went wrong first."""
+    """Return what went wrong first. alive: ranks whose processes are on this host."""
     stories = _on_one_clock(stories)
     ends = {rank: story.end for rank, story in stories.items() if story.end}
     went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
@@ -331,7 +349,6 @@ def _judge(
     if 0 in ends:
         why = ends[0].get("error") or reason
         return Outcome("stopped", f"stopped at step {ends[0].get('step')}: {why}", None, ends[0]["time"])
-    alive = [rank for rank, story in stories.items() if _is_alive(story)]
     if alive:
         return Outcome("running", f"still running: the process of rank {alive[0]} is on this host")
     if holder := find_holder():
@@ -390,7 +407,7 @@ def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
     if stalled:
         # The most common text, because a rank that was frozen and then continues reports the others instead.
         text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
-        suspect = re.match(r"rank (\d{1,9}) ", text)
+        suspect = re.match(r"(?:the other ranks have ended: )?rank (\d{1,9}) ", text)
         first = min(end["time"] for end in stalled)
         yield Outcome("stalled", f"stalled: {text}", int(suspect[1]) if suspect else None, first)
 
@@ -413,14 +430,27 @@ def _crash(story: RankStory) -> str:
     fatal = _FATAL.search(text)
     if fatal is None:
         return ""
-    frames = re.findall(r'File "([^"\n]+)", line (\d+) in', text[fatal.end() :])
+    current = _CURRENT.search(text, fatal.end())  # none if Python does not know the thread
+    frames = re.findall(r'File "([^"\n]+)", line (\d+) in', current[1] if current else "")
     own = [f"{path}:{line}" for path, line in frames if "site-packages" not in path and "/lib/python" not in path]
     return f"{fatal[1]}, at {own[0]}" if own else fatal[1]
 
 
-def _is_alive(story: RankStory) -> bool:
-    """Return whether its process is on this host: the same process, not a later one with its number."""
-    return story.host == socket.gethostname() and has_run_since(story.pid, story.began.timestamp())
+def _alive(run_dir: Path, stories: Mapping[int, RankStory]) -> list[int]:
+    """Return the ranks whose processes are on this host: the same process, not a later one with its number.
+
+    Containers, and hosts of one image, may share a name: that another machine of it has the lease contradicts.
+    """
+    here = socket.gethostname()
+    with suppress(OSError):
+        holder, _, _ = read_lease(run_dir)
+        if holder is not None and holder.host == here and not holder.is_of_this_machine:
+            return []
+    return [
+        rank
+        for rank, story in stories.items()
+        if story.host == here and has_run_since(story.pid, story.began.timestamp())
+    ]
 
 
 def _find_running(run_dir: Path, watch_s: float) -> str | None:
@@ -495,6 +525,8 @@ def _next(
         "record), and take a smaller data.global_batch_size then; or whether the scheduler ended the job; then ",
         "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
     }.get(outcome.state, "")
+    if outcome.state == "disappeared" and launched and _ASKED in launched[-1].text:
+        first = ""  # launch has killed what did not end
     stop_file = run_dir / STOP_FILE
     if stop_file.exists():
         first += f"remove {stop_file}, which would stop the run again; then "
@@ -508,9 +540,7 @@ def _next(
         words = ["--resume", "never"]
         anew = f"remove {folder} and start with" if has_damaged else "start with"
         does = f"bring {folder} back, whole, from a copy; to begin anew, {anew}"
-    begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
-    # It has started the last start's ranks, or tried to later: after the start before that.
-    is_launched = bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
+    is_launched = was_launched(run_dir, launched)
     is_slurm = not is_launched and any(story.launcher in _SLURM for story in stories.values())
     if is_slurm and not is_lost:
         told = "".join(f" with {word} in it" for word in words)

@@ -36,6 +36,7 @@ from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
 from horovod_train.distributed.launch.started_ranks import (
     SAVE_WITHIN_S,
+    Ended,
     StartedRanks,
     Verdict,
     judge,
@@ -47,6 +48,7 @@ from horovod_train.distributed.launch.started_ranks import (
 )
 from horovod_train.errors import SAVED, START_AGAIN, InUse, UserError
 from horovod_train.output.console import to_stderr, to_stdout
+from horovod_train.output.files import read_json
 from horovod_train.output.rank_log import launch_log, now
 from horovod_train.shown_text import printable, without_secrets
 
@@ -54,6 +56,8 @@ MAX_PAUSE_S = 60.0
 """The longest pause before a start. Starts that made progress are followed by the next one without a pause."""
 LOOK_EVERY_S = 10.0
 """Between looks for a new checkpoint while ranks run."""
+LOG_EVERY_S = 0.5
+"""Between tries to write the log, until there is a folder for it."""
 CUT_OFF_S = WatchConfig().first_step_after_s
 """How long a rank that is cut off with its host may run before the watch ends it, where no config says so."""
 
@@ -148,6 +152,8 @@ class Plan:
     """The words before the program, of a command that would do the same."""
     may_wait: bool = False
     """Whether to wait for hosts already at the first start."""
+    is_here: bool = False
+    """Whether all ranks are on this host."""
 
 
 def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
@@ -165,9 +171,13 @@ def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
         is_mpi = way == "mpirun"
     if is_mpi:
         how, shown = f"ranks are started by mpirun: {why}", launch_command("mpirun", arguments.np)
-        return Plan(arguments.np, how, lambda words, most, _: start_by_mpirun(most, words), shown)
+        return Plan(arguments.np, how, lambda words, most, _: start_by_mpirun(most, words), shown, is_here=True)
     how = f"ranks are started by launch itself: {why}"
-    return Plan(arguments.np, how, lambda words, most, _: start_here(new_meeting(most, "localhost"), 0, most, words))
+
+    def begin(words: Sequence[str], most: int, _least: int) -> StartedRanks:
+        return start_here(new_meeting(most, "localhost"), 0, most, words)
+
+    return Plan(arguments.np, how, begin, is_here=True)
 
 
 def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting, gpus_per_rank: int) -> Plan:
@@ -244,7 +254,7 @@ class Program(NamedTuple):
     gpus_per_rank: int = 1
     """1 for a script, which is not asked."""
     is_trainer: bool = False
-    """Whether it never removes its run directory; a script may, and make it again."""
+    """Whether its ranks end together, and never remove their run directory. Those of a script may run on alone."""
 
 
 def _program(arguments: argparse.Namespace) -> Program:
@@ -293,6 +303,7 @@ class Supervisor:
     _is_over: threading.Event = field(default_factory=threading.Event)
     _unlogged: list[str] = field(default_factory=list)
     """What was said before there was a log to write it to."""
+    _writing: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> int:
         for number in STOP_SIGNALS:
@@ -366,13 +377,27 @@ class Supervisor:
         try:
             if self._asked_by:  # while the ranks were being started
                 self._started.send(self._asked_by)
-            ended = self._started.wait()
+            ended = self._started.wait(end_together=self.program.is_trainer)
         finally:
             self._started.kill()
             kind, self._started = self._started.kind, None
-        verdict = judge(ended, kind, asked_by=self._asked_by, is_first=is_first)
+        verdict = self._by_summary(judge(ended, kind, asked_by=self._asked_by, is_first=is_first), ended)
         killed = sum(code > 128 for code in ended.codes.values())
         return verdict, ended.seconds, 0 if verdict.code == InUse.exit_code else killed or 1
+
+    def _by_summary(self, verdict: Verdict, ended: Ended) -> Verdict:
+        """Return the verdict on ranks of the trainer with what root has left: a library may end a process with 0.
+
+        Where all ranks are on this host: another may see later what root has written.
+        """
+        if not (self.program.is_trainer and self.plan.is_here and self.program.run_dir and 0 in ended.codes.values()):
+            return verdict
+        is_finished = bool(read_json(self.program.run_dir / "summary.json").get("finished"))
+        if verdict.follows == "again" and is_finished:  # a rank was lost, or killed, when it had no more to do
+            return Verdict("done", 0, f"done, though {verdict.why}")
+        if verdict.follows == "done" and not is_finished and not self._asked_by:
+            return Verdict("again", 1, "the ranks ended with exit code 0 before the run was finished, as by exit(0)")
+        return verdict
 
     def _on_signal(self, number: int, _: object) -> None:
         self._asked_by = self._asked_by or number
@@ -413,7 +438,8 @@ class Supervisor:
 
     def _keep_looking(self) -> None:
         """Look while ranks run too: where the directory goes, and they with it, it is too late afterwards."""
-        while not self._is_over.wait(LOOK_EVERY_S):
+        while not self._is_over.wait(LOG_EVERY_S if self._unlogged else LOOK_EVERY_S):
+            self._write_log()
             self._newest()
 
     def _say(self, text: str) -> None:
@@ -422,12 +448,18 @@ class Supervisor:
         if self.program.run_dir is None:
             return
         self._unlogged.append(f"{now()} launch: {printable(without_secrets(text))}\n")
-        try:
-            with launch_log(self.program.run_dir).open("a", encoding="utf-8") as file:
-                file.writelines(self._unlogged)
-        except OSError:  # no folder yet, or none that can be written: a rank says so
-            return
-        self._unlogged.clear()
+        self._write_log()
+
+    def _write_log(self) -> None:
+        with self._writing:
+            if self.program.run_dir is None or not self._unlogged:
+                return
+            try:
+                with launch_log(self.program.run_dir).open("a", encoding="utf-8") as file:
+                    file.writelines(self._unlogged)
+            except OSError:  # no folder yet, or none that can be written: a rank says so
+                return
+            self._unlogged.clear()
 
     def _stop(self, why: str, code: int) -> int:
         self._say(f"stopped: {why}{'' if code in SAVED else self._hint()}")

@@ -42,7 +42,7 @@ from horovod_train.output.console import to_stderr
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
 NOTICE_S = 300
-"""A checkpoint of some GB to a busy file server takes minutes."""
+"""A checkpoint of some GB to a busy file server takes minutes. SLURM sends the signal up to 60 s earlier."""
 CPUS_PER_GPU = 8
 """Default number of threads that read and decode for one GPU: what eight-GPU hosts can spare for each."""
 IMAGE_ENDING = ".sif"
@@ -141,7 +141,8 @@ def choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
     container = list(options.container or [])
     if options.image:
         container = ["apptainer", "exec", *["--nv"] * bool(gpus), options.image]
-    nodes, notice_s = options.nodes or 1, max(60, min(NOTICE_S, int(seconds_of(options.time)) // 10))
+    nodes, time_s = options.nodes or 1, int(seconds_of(options.time))
+    notice_s = max(1, min(NOTICE_S, max(60, time_s // 10), time_s // 4))
     of_sbatch = {
         "job-name": re.sub(r"[^\w.-]", "_", Path(output_dir).name.replace("%a", "").strip("-_.")) or "horovod_train",
         "nodes": nodes,
@@ -184,7 +185,7 @@ def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
         f"ranks: {job.nodes} host(s) × {job.tasks_per_node} = {ranks}, each with {device}",
         f"batch: {batch} records over all ranks, {batch / ranks:g} on each",
         f"start: {job.launch}" + (" (neither ssh nor MPI)" if job.launch == "srun" else ""),
-        f"time: {options['time']}; asked to save {job.notice_s} s before, then requeued",
+        f"time: {options['time']}; asked to save {job.notice_s} s before, then requeued if it has saved a checkpoint",
         f"output: {output_dir}; what ranks print: {printed}"
         + ", in the folder where sbatch is called" * (not os.path.isabs(printed)),
     ]
@@ -234,6 +235,7 @@ def render(job: Job, *, head: Sequence[str], arguments: Sequence[str] | None, fo
     filled = {
         "# @HEAD@\n": "".join(f"{f'# {line}'.rstrip()}\n" for line in head),
         "#SBATCH @OPTIONS@\n": "".join(f"{option}\n" for option in options),
+        "@NOTICE_S@": str(job.notice_s),
         "@LAUNCH@": job.launch,
         "@RUN@": shlex.join(job.run),
         "set -- @WORDS@\n": "" if arguments is None else f"set -- {shlex.join(arguments)}\n",

@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from horovod_train.commands.cli import open_screen, require_run
-from horovod_train.commands.explain import explain, read_launched, starts_again
+from horovod_train.commands.explain import explain, read_launched, starts_again, was_launched
 from horovod_train.errors import UserError
 from horovod_train.output.console import plain
 from horovod_train.output.files import open_regular
@@ -336,7 +336,10 @@ class Follower:
 
     def _may_be_started_again(self, root: RankNow, launched: Sequence[Entry]) -> bool:
         """Return whether launch, which has started the ranks, has yet to say what follows their end."""
-        if root.about.launcher != "launch" or (root.ended or "").startswith("done"):
+        if (root.ended or "").startswith("done"):
+            return False
+        # It has mpirun start ranks of one host.
+        if root.about.launcher != "launch" and not was_launched(self.run_dir, launched):
             return False
         has_said = any(entry.time > root.began for entry in launched)
         return not has_said and self._unwritten_s() <= LAUNCH_SAYS_WITHIN_S

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -39,6 +40,8 @@ from horovod_train.host import boot_id, environment_kept, sees_gpu, usable_cores
 from horovod_train.output.files import must_be_writable
 from horovod_train.shown_text import listed
 
+_OF_A_LAUNCH = re.compile("HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))")
+"""Variables by which Horovod finds other ranks."""
 _TIMELINE, _CYCLE = "HOROVOD_TIMELINE", "HOROVOD_CYCLE_TIME"
 _MAX_CORES = 8192
 """Linux's own limit, NR_CPUS."""
@@ -268,8 +271,11 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
     if started_by.launcher == "none":
         # If built with MPI, Horovod would start MPI for this process alone, which needs a working mpirun.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-        # gloo wants an address even for one rank, and aborts where the host's own name has none.
-        os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
+        # gloo wants an address even for one rank, and aborts where the host's own name has none; by what is left over
+        # of another launch it would wait for ranks, or abort.
+        os.environ["HOROVOD_GLOO_IFACE"] = "lo"
+        for name in [name for name in os.environ if _OF_A_LAUNCH.fullmatch(name)]:
+            del os.environ[name]
     if started_by.is_elastic:
         connect()
         return rank_cores  # the ranks of a host do not start together

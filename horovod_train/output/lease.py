@@ -60,6 +60,11 @@ class Holder:
     token: str
     folder: int = 0
 
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether its process has its number from the machine, or the container, in which this one runs."""
+        return self.machine == _machine()
+
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
         return f"pid {self.pid} on {self.host}{job}, since {self.since}"
@@ -372,7 +377,7 @@ def _holds(holder: Holder | None, directory: Path) -> bool | None:
 
     It runs on another machine, or its lease is one of another folder, of which this is a copy.
     """
-    if holder is None or holder.machine != _machine():
+    if holder is None or not holder.is_of_this_machine:
         return None
     if not is_running(holder.pid, holder.started):
         return False

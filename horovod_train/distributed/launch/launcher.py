@@ -27,6 +27,10 @@ this process is alone. Or the name of a convention; see conventions.
 ROOT_REPORTS_FIRST_S = 2.0
 """How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
 
+THREADS_END_WITHIN_S = 45.0
+"""How long the process of a program that is done waits for threads and processes that the user's code has left, as to
+upload something. Less than the 60 s after which srun kills ranks that outlast others, `--wait=60` in our scripts."""
+
 STOP_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGXCPU, signal.SIGHUP),
@@ -110,13 +114,14 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     horovodrun (gloo) sets HOROVOD_RANK, also inside an MPI job. mpirun sets OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK
     (MPICH and its relatives), also if it has used srun to reach the hosts. `srun --mpi=pmix` sets PMIX_RANK and leaves
     the size to SLURM's step. A step with none of these is plain srun; so is `--mpi=pmi2`, whose ranks are the step's.
-    HOROVOD_CONTROLLER=gloo turns any step into plain srun. SLURM_JOB_END_TIME is the same for all processes of a job.
+    HOROVOD_CONTROLLER=gloo turns any step into plain srun. SLURM_JOB_END_TIME is the same for all processes of a job;
+    without a job it is left over.
     `horovodrun --min-np` sets HOROVOD_ELASTIC.
 
     Raises UserError if the variables of one launcher contradict each other.
     """
-    end_time = _read_number(environment, "SLURM_JOB_END_TIME")
     job = environment.get("SLURM_JOB_ID", "")
+    end_time = _read_number(environment, END_TIME) if job else None
     if any(name in environment for name in ("HOROVOD_TRAIN_RANK", "TORCHELASTIC_RUN_ID")):
         return _launch_at(read_meeting(environment), environment, end_time, job)
     without_mpi = _meets_without_mpi(environment)
@@ -144,6 +149,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return Launch("srun-pmix", step.rank, step.size, end_time, job)
     return Launch("srun", step.rank, step.size, end_time, job, step=step)
 
+
+END_TIME = "SLURM_JOB_END_TIME"
+"""The variable in which SLURM says when the job's time is over."""
 
 _RANK_PREFIXES: tuple[tuple[Launcher, str], ...] = (
     ("horovodrun", "HOROVOD_"),

@@ -96,7 +96,7 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
         return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {signal_name(asked_by)}; {ending}")
     if codes <= SAVED:
-        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved")
+        return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved what it had trained")
     if InUse.exit_code in codes:
         why = f"exit code {InUse.exit_code}: another run has the run directory"
         return Verdict("stop" if is_first else "again", InUse.exit_code, why)
@@ -311,10 +311,10 @@ class StartedRanks:
         for started in self._processes:
             started.send(number)
 
-    def wait(self) -> Ended:
+    def wait(self, *, end_together: bool = False) -> Ended:
         """Return when all processes have ended, and what ranks have started too.
 
-        Those that do not end after one has failed, or has saved, are killed.
+        Those that do not end after one has failed, or has saved, are killed. end_together: also after one that is done.
         """
         codes: dict[str, int] = {}
         first, saved, kill_at = "", "", math.inf
@@ -323,7 +323,7 @@ class StartedRanks:
                 started.send_late()
                 if started.name not in codes and (code := started.process.poll()) is not None:
                     codes[started.name] = 128 - code if code < 0 else code
-                    if codes[started.name] == 0:
+                    if codes[started.name] == 0 and not end_together:
                         continue
                     if codes[started.name] in SAVED:  # to a program of the user it may mean something else
                         saved = saved or started.name
@@ -344,7 +344,7 @@ class StartedRanks:
         return Ended(codes, first, time.monotonic() - self._began)
 
     def _lose_rest(self, codes: dict[str, int], saved: str) -> str:
-        """Count those that have not ended as killed, and say so; return the first of them. saved: who has ended."""
+        """Count those that have not ended as killed, and say so; return the first of them. saved: the first to end."""
         late = [started.name for started in self._processes if started.name not in codes]
         who = "rank " if self.kind == "rank" else ""
         for name in late:

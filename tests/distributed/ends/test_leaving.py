@@ -338,6 +338,27 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     assert metrics_of(run_dir, "train")[-1]["step"] == summary["steps"]
 
 
+@pytest.mark.parametrize("exit_code", [0, pytest.param(76, marks=pytest.mark.long)])
+def test_threads_that_never_end_are_named_and_end_with_the_program(
+    config: Path, tmp_path: Path, exit_code: int
+) -> None:
+    """And processes; those that end in time are waited for, and an executor that has nothing to do is no trouble."""
+    run, notes = tmp_path / "run", tmp_path / "notes"
+    run.mkdir()
+    notes.mkdir()
+    if exit_code:
+        (run / "STOP").touch()
+    leaves = f"callbacks=[{{name: user_callbacks:LeavesThreads, options: {{notes: {notes}}}}}]"
+    words = ["--config", config, "--output-dir", run, "train.max_steps=5", leaves]
+    finished = train(words, launcher="mpirun", np=2, fresh=True)
+    assert finished.returncode == exit_code, finished.text
+    left = re.findall(r"rank (\d) \(.*\): all was done 3 s ago, but (.+) of your code still runs", finished.stderr)
+    assert sorted(left) == [("0", "process 'converter'"), ("1", "thread 'uploader'")], finished.text
+    assert "Exception ignored" not in finished.stderr
+    assert {file.name for file in notes.iterdir()} == {"0", "1"}
+    assert all(f"exit code {exit_code}" in file.read_text() for file in (run / "logs").glob("rank-?.log"))
+
+
 @pytest.mark.long
 def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigint_ends_a_stuck_call(
     config: Path, tmp_path: Path
@@ -394,7 +415,7 @@ def test_a_rank_whose_clock_is_wrong_is_named_and_does_not_end_the_run(
         "if os.environ.get('SLURM_PROCID') == '1':\n"
         f"    right = time.time; time.time = lambda: right() + {hours * 3600}\n"
     )
-    environment = rank_environment() | {"SLURM_JOB_END_TIME": str(int(time.time()) + 1800)}
+    environment = rank_environment() | {"SLURM_JOB_END_TIME": str(int(time.time()) + 1800), "SLURM_JOB_ID": "7"}
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     words = ["--config", config, "train.max_steps=30", "--output-dir", tmp_path / "run"]
     finished = train(words, launcher="srun", np=3, environment=environment)

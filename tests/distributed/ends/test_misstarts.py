@@ -164,6 +164,31 @@ def test_a_lonely_process_of_a_job_with_several_tasks_is_refused_before_tensorfl
     assert not (tmp_path / "run").exists()
 
 
+LEFT_OVER = {
+    "HOROVOD_GLOO_IFACE": "ib7",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "4",
+    "HOROVOD_CROSS_SIZE": "2",
+    "SLURM_JOB_END_TIME": "1700000000",
+}
+
+
+def test_a_single_process_takes_nothing_that_is_left_over_of_another_launch(digits: Path, tmp_path: Path) -> None:
+    """Of a job it says that its time is over already, and does not end by it."""
+    words = ["--config", PROJECT / "configs" / "digits_convnet.yaml", f"data.train={digits}/train", "data.eval=[]"]
+    words += ["train.max_steps=3", "eval.every_epochs=null", "early_stopping=null"]
+    for job in ({}, {"SLURM_JOB_ID": "7"}):
+        environment = rank_environment() | LEFT_OVER | job
+        run = tmp_path / f"run {len(job)}"
+        finished = train([*words, "--output-dir", run], environment=environment, fresh=False)
+        assert finished.returncode == 0, finished.text
+        assert json.loads((run / "summary.json").read_text())["steps"] == 3
+        assert ("warning: SLURM_JOB_END_TIME lies " in finished.text) == bool(job)
+
+
 @pytest.mark.long
 def test_the_trainer_is_not_elastic_and_writes_nothing(digits: Path, tmp_path: Path) -> None:
     elastic = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}

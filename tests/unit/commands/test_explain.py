@@ -29,6 +29,7 @@ from horovod_train.commands.watch import Follower
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import STOP_FILE
+from horovod_train.output.lease import describe_me
 from horovod_train.output.rank_log import (
     end_file,
     introduction,
@@ -285,6 +286,15 @@ def test_a_job_of_slurm_is_submitted_again_with_all_that_it_asks_for(tmp_path: P
     assert "sbatch" not in explain(tmp_path).next  # it would refuse
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_that_launch_killed_because_it_was_asked_to_stop_are_no_riddle(tmp_path: Path, asked: bool) -> None:
+    run = Run(tmp_path, 2, "launch")
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    what = "asked by SIGTERM; rank 1 was killed by SIGKILL; not all ranks could save" if asked else "--max-restarts 0"
+    write_launch_log(run, f"stopped: {what}", age_s=0)
+    assert ("memory" in explain(tmp_path).next) == (not asked)
+
+
 def test_what_launch_said_last_is_shown(tmp_path: Path) -> None:
     Run(tmp_path, 2, "launch")
     lines = [
@@ -451,6 +461,26 @@ def test_a_crash_in_c_code_leaves_its_stack_and_is_no_lack_of_memory(tmp_path: P
     assert found.next.startswith(f"see the stack in {tmp_path}/logs/rank-1.log; then ")
 
 
+def test_of_several_threads_the_one_that_crashed_is_told(tmp_path: Path) -> None:
+    """Also where Python writes others first, and where the crash is in a library that a frame of the user called."""
+    run = Run(tmp_path, 2, "mpirun")
+    waits = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nctypes.string"
+    script = tmp_path / "crashing.py"
+    script.write_text(CRASHING.replace("ctypes.string", waits))
+    run_process([sys.executable, str(script), str(tmp_path)])
+    log = log_file(tmp_path / "logs", 1)
+    text = log.read_text()
+    assert text.index("Thread 0x") < text.index("Current thread 0x")
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    assert explain(tmp_path).what == f"rank 1 (node0) crashed: Segmentation fault, at {script}:8"
+    log.write_text(
+        text.replace("Thread 0x", 'Thread 0x1 (most recent call first):\n  File "/a.py", line 3 in g\n\nThread 0x')
+    )
+    assert explain(tmp_path).what.endswith(f", at {script}:8")
+    log.write_text(log.read_text().replace("Current thread", "Thread"))  # one of C, of which Python does not know
+    assert explain(tmp_path).what == "rank 1 (node0) crashed: Segmentation fault"
+
+
 def test_a_crash_of_a_run_that_another_has_followed_is_not_told_as_that_of_the_other(tmp_path: Path) -> None:
     Run(tmp_path, 2, "mpirun")
     again = 'open_rank_log(sys.argv[1], 1, "node1", start_text=introduction(1, 2, "mpirun", "node1"))'
@@ -476,6 +506,12 @@ def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
     assert (found.state, found.rank, found.silent) == ("stalled", 1, [1])
     assert found.what == f"stalled: {sentence}"
     assert "srun --mpi=none -n 3 python" in found.next
+
+
+def test_a_stall_that_the_ends_of_the_others_show_names_its_rank(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.end(1, "stalled", 87, error="stopped: the other ranks have ended: rank 0 (node0) has sent nothing for 6 s")
+    assert explain(tmp_path).rank == 0
 
 
 def test_the_beginning_of_a_stall_is_not_told_twice(tmp_path: Path) -> None:
@@ -634,6 +670,19 @@ def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("running", [])
     assert found.next.startswith("wait; ")
+
+
+@pytest.mark.parametrize("has_another", [True, False])
+def test_a_process_with_the_number_of_one_of_another_machine_is_another(tmp_path: Path, has_another: bool) -> None:
+    """As in containers, whose numbers are small, or after the host has booted again; its name is the same."""
+    make_folder(tmp_path)
+    log = open_rank_log(tmp_path, 0, "here", start_text=introduction(0, 1, "none", socket.gethostname()))
+    log.write("phase", "train after step 0")
+    path = leave_lease(tmp_path, age_s=3600)
+    machine = {} if has_another else {"machine": describe_me("", tmp_path).machine}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"host": socket.gethostname()} | machine))
+    os.utime(path, (time.time() - 3600,) * 2)
+    assert explain(tmp_path, watch_s=0.0).state == ("disappeared" if has_another else "running")
 
 
 def leave_lease(folder: Path, age_s: float, machine: str = "another") -> Path:

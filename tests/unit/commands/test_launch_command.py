@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import re
 import shlex
@@ -390,6 +391,36 @@ def test_what_it_says_is_kept_with_the_run(tmp_path: Path) -> None:
     assert said[-1].startswith("launch: stopped: rank 0 ended with exit code 1, after 0 s; --max-restarts 1 is used up")
 
 
+def test_what_it_said_is_kept_as_soon_as_the_run_has_a_folder(tmp_path: Path) -> None:
+    """So that it is there if launch is killed in its first start."""
+    program = f"mkdir -p {tmp_path}/logs; until grep -q 'start 1 of' {tmp_path}/logs/launch.log; do sleep 0.05; done"
+    finished = launch("-np", 1, "--over", "gloo", "--run-dir", tmp_path, "--", "sh", "-c", program)
+    assert finished.returncode == 0, finished.text
+    kept = (tmp_path / "logs" / "launch.log").read_text()
+    assert (kept.count("start 1 of"), kept.count("done, after")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "is_finished", "is_here", "code"),
+    [
+        ([(0, 0)], True, True, 0),
+        ([(0, 0), (1, 1)], False, True, 1),  # a library has ended both
+        ([(0, 137)], True, True, 0),  # killed when it had no more to do
+        ([(0, 137), (2, 2)], False, True, 2),
+        ([(0, 0)], False, False, 0),  # what root has written may be seen here later
+    ],
+)
+def test_ranks_of_the_trainer_are_done_when_the_run_is_finished(
+    tmp_path: Path, starts: list[tuple[int, int]], is_finished: bool, is_here: bool, code: int
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"finished": is_finished}))
+    room: list[OneStart | None] = [OneStart(*codes) for codes in starts]
+    program = Program(["x"], ["x"], tmp_path, is_trainer=True)
+    assert supervise(room, replace(PLAN, is_here=is_here), program, max_restarts=1) == code
+    assert not room
+    assert supervise([OneStart(0, 0)], PLAN, Program(["x"], ["x"], tmp_path)) == 0  # a script writes no summary
+
+
 def test_without_progress_it_tries_with_fewer_ranks(tmp_path: Path) -> None:
     program = 'test "$HOROVOD_TRAIN_SIZE" = 1 || kill -9 $$'
     words = ["-np", 2, "--min-np", 1, "--over", "gloo", "--run-dir", tmp_path]
@@ -457,7 +488,7 @@ class OneStart:
     def __init__(self, *codes: int) -> None:
         self.codes = {str(rank): code for rank, code in enumerate(codes)}
 
-    def wait(self) -> Ended:
+    def wait(self, *, end_together: bool = False) -> Ended:
         return Ended(self.codes, next((rank for rank, code in self.codes.items() if code not in SAVED), ""), 1.0)
 
     def send(self, number: int) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,7 +98,16 @@ def test_under_horovodrun_the_code_that_rank_0_left_counts(
     [
         (75, 0, "mkdir -p '{run}/checkpoints/step-2'", "requeued: exit code 75"),
         (75, 1, "", "not requeued: exit code 75 without a new checkpoint"),
-        (75, 1, "trap 'exit 75' USR1; kill -USR1 $PPID; sleep 9 & wait", "requeued: exit code 75"),
+        (75, 1, "trap 'exit 75' USR1; kill -TERM $PPID; sleep 9 & wait", "requeued: exit code 75: preempted before"),
+        # Its time is over before it has saved, also while ranks load TensorFlow, which a signal kills.
+        (75, 1, "trap 'exit 75' USR1; kill -USR1 $PPID; sleep 9 & wait", "not requeued: exit code 75 without a new"),
+        (138, 1, "kill -USR1 $PPID; sleep 9 & wait", "not requeued: exit code 138 without a new checkpoint"),
+        (
+            75,
+            1,
+            "trap \"mkdir -p '{run}/checkpoints/step-2'; exit 75\" USR1; kill -USR1 $PPID; sleep 9 & wait",
+            "requeued: exit code 75: stopped on request, and saved",
+        ),
         (73, 1, "", "requeued: exit code 73"),  # a rank of the earlier start still has the run directory
         (73, 0, "", ""),
         (76, 1, "mkdir -p '{run}/checkpoints/step-2'", ""),
@@ -119,6 +129,30 @@ def test_a_job_is_requeued_where_another_start_helps(
     assert finished.returncode == code, finished.stderr
     assert finished.stdout.partition(":")[0] == said.partition(":")[0]
     assert said in finished.stdout
+
+
+@pytest.mark.parametrize(("left_s", "code"), [(200, 75), (3600, 9), (None, 9)])
+def test_a_signal_that_comes_as_soon_as_a_short_job_begins_is_left_to_the_clock_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: int | None, code: int
+) -> None:
+    if left_s:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left_s))
+    is_taken = "until grep -q 'ShdPnd:.0*$' /proc/$PPID/status; do :; done"
+    body = f"trap 'exit 9' USR1; kill -USR1 $PPID; {is_taken}; [[ {code} == 75 ]] || {{ sleep 9 & wait; }}; exit 75"
+    finished = run_job(tmp_path, "mpirun", body)
+    assert finished.returncode == code, finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("time", "notice_s"), [("00:01:00", 15), ("00:04:00", 60), ("00:10:00", 60), ("00:20:00", 120), ("4:00:00", 300)]
+)
+def test_the_signal_leaves_most_of_a_short_time_to_train(
+    capsys: pytest.CaptureFixture[str], time: str, notice_s: int
+) -> None:
+    script, said = printed(capsys, "--time", time)
+    assert f"#SBATCH --signal=B:USR1@{notice_s}\n" in script
+    assert f"\nNOTICE_S={notice_s}\n" in script
+    assert f"asked to save {notice_s} s before, then requeued if it has saved a checkpoint" in said
 
 
 @pytest.mark.parametrize("name", ["täst", "runs/lr: 1e-3", "123", "x #1", "%a", "@b", "!c", 'it\'s "d"  '])

@@ -262,6 +262,18 @@ def test_a_run_whose_ranks_launch_starts_again_is_not_over(tmp_path: Path, lost:
     again.lease.close()
 
 
+def test_ranks_that_launch_had_mpirun_start_may_be_started_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    make_folder(tmp_path / "run")
+    said = tmp_path / "run" / "logs" / "launch.log"
+    said.write_text("2020-11-26T12:00:00.000+00:00 launch: start 1 of at most 11: 2 rank(s)\n")
+    for launcher, is_over in (("mpirun", False), ("mpirun", True)):  # the second one by hand
+        run = Run(tmp_path / "run", np=2, launcher=launcher)
+        run.logs[0].end("failed", 1, step=10, phase="train", error="a loss")
+        run.lease.close()
+        assert Follower(run.folder).look().is_over == is_over
+
+
 def test_a_run_whose_launch_was_killed_is_over(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", np=2, launcher="launch")
     run.logs[0].end("stopped", 75, step=10, phase="train", error=None)

@@ -188,6 +188,8 @@ def test_the_end_of_the_job_is_known_under_every_launcher() -> None:
         found = read_launch(environment)
         assert isinstance(found, Launch)
         assert (found.end_time, found.job) == (1.8e9, "7")
+        del environment["SLURM_JOB_ID"]  # then it is left over
+        assert read_launch(environment).end_time is None
 
 
 def test_lists_of_hosts_and_counts_are_read_as_slurm_writes_them() -> None:

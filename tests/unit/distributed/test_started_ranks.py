@@ -164,6 +164,15 @@ def test_a_rank_may_run_on_though_another_is_done(rank: str, monkeypatch: pytest
     assert (ended.codes, ended.first) == ({"0": 0, "1": 0}, "")
 
 
+def test_a_rank_that_runs_on_where_all_end_together_is_killed(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(started_ranks, "SAVE_WITHIN_S", 0.1)
+    ended = by_launch(2, ["sh", "-c", f"[ $HOROVOD_TRAIN_RANK = 1 ] || exit 0; {rank}"]).wait(end_together=True)
+    assert (ended.codes, ended.first) == ({"0": 0, "1": 137}, "1")
+    assert "launch: rank 1 still runs 0 s after rank 0 ended with exit code 0, and is killed" in capfd.readouterr().err
+
+
 def test_a_shell_of_mpirun_that_catches_a_signal_gets_it(tmp_path: Path) -> None:
     script = f"trap 'exit 75' TERM; touch {tmp_path}/0.begun; while :; do sleep 0.05; done"
     started = start_by_mpirun(1, ["bash", "-c", script])
