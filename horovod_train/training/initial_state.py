@@ -19,7 +19,7 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.paths import is_remote
-from horovod_train.config.registry import loaded_files
+from horovod_train.config.registry import fold, is_users, loaded_files
 from horovod_train.config.settings import Config
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
@@ -77,7 +77,7 @@ def _load(run: Run, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
         log.info(f"changed since this checkpoint: {'; '.join(changed)}")
     train_step.skipped.assign(facts.skipped)
     train_step.skipped_in_a_row.assign(facts.skipped_in_a_row)
-    of_figures = _changed_settings(run, facts, [*_MEANING, "loss", "train.l2", "metrics"])
+    of_figures = _changed_settings(run, facts, [*_MEANING, "loss", "train.l2", "metrics", "weighted_metrics"])
     if of_figures or facts.figures != train_step.figures.layout:
         arrays.pop(FIGURES_BY_RANK, None)
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
@@ -95,7 +95,7 @@ def _changed_settings(run: Run, facts: Facts, keys: Sequence[str] = ()) -> dict[
 
 def changed_meaning(run: Run, facts: Facts, metric: str) -> list[str]:
     """Return the settings that give a metric of an evaluation other values than in the run of a checkpoint."""
-    of_loss = ("loss", "train.l2") if metric == "loss" else ()
+    of_loss = ("loss", "train.l2") if metric == "loss" or metric.endswith("_loss") else ()  # the latter of an output
     changed = [*_changed_settings(run, facts, [*_MEANING, *of_loss]), *_changed_metrics(run.config, facts, metric)]
     if run.parts.eval and facts.eval_data and facts.eval_data != run.parts.eval.content:
         changed.append("data.eval")
@@ -135,9 +135,13 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
 def _changed_metrics(config: Config, facts: Facts, metric: str) -> list[str]:
     """Return the settings in which a metric of this name, as evaluations show it, is another than then."""
 
+    def may_be_it(spec: Any) -> bool:
+        if name := spec["options"].get("name"):
+            return name in metric
+        return is_users(spec["name"]) or fold(spec["name"]) in fold(metric)  # a user's class has any name
+
     def of_it(specs: Any) -> list[Any]:
-        named = [(spec["options"].get("name") or spec["name"].rpartition(":")[2], spec) for spec in specs]
-        return [spec for name, spec in named if name in metric]
+        return list(filter(may_be_it, specs))
 
     now = json.loads(json.dumps(as_dict(config), default=str))
     return [key for key in ("metrics", "weighted_metrics") if of_it(facts.setting(key)) != of_it(now[key])]

@@ -204,8 +204,10 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         every(per_call, lambda run, step: run.output.show_progress(step)),
         every(None if is_by_epoch else config.log.every_steps, log_training),
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
-        at([run.parts.last_step], log_training),  # now: a checkpoint of this step must not be newer than its line
-        every(None, partial(log_training, keep=True), at_end="always"),  # where a run ends early, between two lines
+        # Where a run ends between two lines, of which the next counts all steps. At the last step before it is saved: a
+        # checkpoint must not be newer than its line.
+        at([run.parts.last_step], partial(log_training, keep=True)),
+        every(None, partial(log_training, keep=True), at_end="always"),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change

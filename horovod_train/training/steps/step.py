@@ -24,13 +24,15 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count, synchronised_statistics
 from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
-from horovod_train.training.losses import held_losses
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
 from horovod_train.training.steps.optimizers import Update, add_lists, only_count
 from horovod_train.training.steps.shares import Data, Part, Rows, Shares, first_rows, parts_of
 from horovod_train.training.steps.trial import noting_loss
+
+Values = list[tuple[keras.Variable, tf.Tensor]]
+"""Variables of a model, and their values at some place of a step."""
 
 DRAWS_PER_STEP = 1 << 10
 """Counter values reserved per step for the random draws of one layer, which draws once or twice."""
@@ -311,8 +313,10 @@ class TrainStep:
         if not self.counts_ahead:
             return None
         sums: list[tf.Tensor] | None = None
+        values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
         for part in parts:
-            divisors = [divisor * part.is_counted() for divisor in self._divisors(part.batch)]
+            noted, values = self._divisors(part.batch, values)
+            divisors = [divisor * part.is_counted() for divisor in noted]
             sums = divisors if sums is None else [a + b for a, b in zip(sums, divisors, strict=True)]
         if not sums:
             return None
@@ -329,17 +333,18 @@ class TrainStep:
             return None
         return self.rows.group.sum_in_step(tf.cast(share > 0, tf.float32), "step.ranks") / ranks
 
-    def _divisors(self, batch: Batch) -> list[tf.Tensor]:
-        """In a tf.function: return what each loss that is not divided by rows is divided by here, float32 scalars."""
+    def _divisors(self, batch: Batch, values: Values) -> tuple[list[tf.Tensor], Values]:
+        """In a tf.function: return what each loss that is not divided by rows is divided by in a pass, float32 scalars.
+
+        values: of the model's variables before the pass. Also returns those after it: masks may follow from seeds.
+        """
         x, y, weights = keras.utils.unpack_x_y_sample_weight(self.rows.data_of(batch))
         # Only masks and weights are used: TensorFlow leaves out the rest of the pass, and with variables as tensors
         # also the loops of recurrent layers, which would be stateful if they read variables.
-        values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
-        with keras.StatelessScope(values), self.shares.noting_divisors() as noted:
-            # Losses that the model and its layers hold may be called as they compute, and in training only.
-            outputs = self._model(x, training=bool(held_losses(self._model)))
+        with keras.StatelessScope(values) as scope, self.shares.noting_divisors() as noted:
+            outputs = self._model(x, training=True)
             loss_in_training(self._model, x, y, outputs, weights)
-        return noted
+        return noted, [(variable, scope.get_current_value(variable)) for variable, _ in values]
 
     def _train_step_by_xla(self, data: Data) -> Mapping[str, Any]:
         """Do what Keras' own `train_step` does. XLA can compile the pass, but neither the exchange nor its wait."""

@@ -520,6 +520,19 @@ def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) 
     assert summary["eval"]["accuracy"] >= 0.5
 
 
+@pytest.mark.long
+def test_steps_of_the_last_line_count_in_the_next_one_of_a_run_that_goes_on(config: Path, tmp_path: Path) -> None:
+    lines = {}
+    for name, stops in (("whole", [9]), ("prolonged", [5, 9])):
+        for steps in stops:
+            words = ["log.every_steps=4", f"train.max_steps={steps}", "--output-dir", tmp_path / name]
+            finished = train(["--config", config, *words])
+            assert finished.returncode == 0, finished.text
+        lines[name] = {row["step"]: row["loss"] for row in metrics_of(tmp_path / name, "train")}
+    assert {*lines["prolonged"]} - {*lines["whole"]} == {5}
+    assert all(lines["prolonged"][step] == loss for step, loss in lines["whole"].items())
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A run directory whose checkpoints lie on a disk of 20 MB."""

@@ -127,16 +127,23 @@ def made(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def sequence(
-    loss: Callable[[], Any], masking: str = "embedding", rate: float = 0.1, **compiled: Any
+    loss: Callable[[], Any],
+    masking: str = "embedding",
+    rate: float = 0.1,
+    extra: Callable[[], Any] = layers.Identity,
+    **compiled: Any,
 ) -> Callable[[], keras.Model]:
+    """A recurrent network. extra: a layer before it, of tokens."""
+
     def build() -> keras.Model:
-        tokens = keras.Input((7,), dtype="int32")
+        given = keras.Input((7,), dtype="int32")
+        tokens = extra()(given)
         if masking == "masking":
             values = layers.Embedding(6, 4)(tokens) * ops.cast(tokens[..., None] > 0, "float32")
             states = layers.Masking()(values)
         else:
             states = layers.Embedding(6, 4, mask_zero=masking == "embedding")(tokens)
-        model = keras.Model(tokens, layers.Dense(3)(layers.LSTM(5, return_sequences=True)(states)))
+        model = keras.Model(given, layers.Dense(3)(layers.LSTM(5, return_sequences=True)(states)))
         arguments = {name: value() for name, value in compiled.items()}
         model.compile(optimizers.SGD(rate), loss(), **arguments)
         return model

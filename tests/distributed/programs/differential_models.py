@@ -184,6 +184,40 @@ class Distilled(keras.Model):
         return 0.3 * of_labels + 0.7 * self.divergence(wanted, ops.softmax(y_pred / 2))
 
 
+class LeavesOut(layers.Layer):
+    """Makes padding of a token, in training only."""
+
+    def call(self, tokens: Any, training: bool = False) -> Any:
+        return ops.where(tokens == 5, 0, tokens) if training else tokens
+
+
+class Auxiliary(keras.Model):
+    """Has a second head in training only, as Inception does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.head, self.second = network(outputs=4), layers.Dense(3), layers.Dense(3)
+
+    @classmethod
+    def made(cls) -> keras.Model:
+        model = cls()
+        model(np.zeros((1, 5), np.float32), training=True)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        found = self.network(inputs)
+        return {"main": self.head(found), "aux": self.second(found)} if training else self.head(found)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        if not training:
+            return super().compute_loss(x, y, y_pred, sample_weight)
+        main, aux = (super(Auxiliary, self).compute_loss(x, y, y_pred[name], sample_weight) for name in ("main", "aux"))
+        return main + 0.3 * aux
+
+
 class OfLosses(keras.losses.Loss):
     """Made of two losses, of which none is divided by rows."""
 

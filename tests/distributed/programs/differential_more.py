@@ -27,7 +27,7 @@ from differential_cases import (
     crossentropy,
     dense,
 )
-from differential_models import Contrastive, OwnStep, Penalised, network
+from differential_models import Auxiliary, Contrastive, LeavesOut, OwnStep, Penalised, network
 from differential_refused import COMBINED, REFUSED
 from keras import layers, losses, metrics, ops, optimizers
 from keras.optimizers import schedules
@@ -452,6 +452,10 @@ MORE: dict[str, Case] = {
     "accumulated, global_clipnorm": Case(
         dense(optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.1)), weighted=True, **_ACCUMULATED
     ),
+    "accumulated, a mask of training": Case(
+        first.sequence(first.crossentropy(), extra=LeavesOut), "tags", True, **_ACCUMULATED
+    ),
+    "accumulated, outputs of training": Case(Auxiliary.made, "labels", True, **_ACCUMULATED),
     "accumulated, two outputs": Case(first.two_outputs(), "two", True, **_ACCUMULATED),
     "class weights, one-hot": Case(
         dense("categorical_crossentropy", 3, "softmax", metrics=lambda: ["accuracy"]),

@@ -24,6 +24,7 @@ from horovod_train.config.settings import (
     CheckpointConfig,
     Config,
     LossSpec,
+    MetricSpec,
     ModelSpec,
     OptimizerSpec,
     TrainConfig,
@@ -187,7 +188,7 @@ def restored(
         train_step=SimpleNamespace(figures=Figures({}, []), skipped=tf.Variable(0), skipped_in_a_row=tf.Variable(0)),
     )
     for tracker in (parts.best, parts.early_stopping.best):
-        tracker.update(3, {"loss": 0.5, "accuracy": 0.5})
+        tracker.update(3, dict.fromkeys(("loss", "accuracy", "b_loss", "top_k"), 0.5))
     group = SimpleNamespace(raise_together=nullcontext)
     sought_anew: list[str] = []
     store = SimpleNamespace(seek_best_anew=lambda: sought_anew.append("best"), sought_anew=sought_anew)
@@ -257,7 +258,12 @@ def test_the_counts_of_updates_that_were_left_out_are_resumed(tmp_path: Path) ->
     assert (int(step.skipped), int(step.skipped_in_a_row)) == (3, 1)
 
 
-@pytest.mark.parametrize(("names", "then"), [([], Config()), (["mae"], Config()), ([], Config(loss=LossSpec("mae")))])
+WEIGHTED = Config(weighted_metrics=(MetricSpec("mae"),))
+
+
+@pytest.mark.parametrize(
+    ("names", "then"), [([], Config()), (["mae"], Config()), ([], Config(loss=LossSpec("mae"))), ([], WEIGHTED)]
+)
 def test_figures_of_training_are_resumed_if_they_are_and_mean_the_same(
     tmp_path: Path, names: list[str], then: Config
 ) -> None:
@@ -335,6 +341,10 @@ EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
     "loss beside": ("accuracy", "loss=mean_squared_error", ""),
     "another target": ("accuracy", "data.targets=[z]", "data.targets"),
     "weights": ("loss", "data.weight=w", "data.weight"),
+    "loss of an output": ("b_loss", "loss=mean_squared_error", "loss.name"),
+    "options of a class": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 1}}]", "metrics"),
+    "a user's class": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 3}}, parts:Mine]", "metrics"),
+    "options of another class": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 3}}, Mean]", ""),
 }
 
 
@@ -344,7 +354,7 @@ EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
         pytest.param(
             *case,
             id=name,
-            marks=[] if name in ("nothing", "penalty", "metrics", "another target") else pytest.mark.long,
+            marks=[] if name in ("nothing", "penalty", "metrics", "options of a class") else pytest.mark.long,
         )
         for name, case in EVALUATED_OTHERWISE.items()
     ],
@@ -353,7 +363,8 @@ def test_best_values_that_mean_something_else_now_are_forgotten(
     tmp_path: Path, said: list[str], metric: str, word: str, changed: str
 ) -> None:
     watched = f"{{metric: {metric}, mode: min}}"
-    words = ["data={train: a, eval: b, global_batch_size: 8}", "metrics=[accuracy]", f"checkpoint.best={watched}"]
+    words = ["data={train: a, eval: b, global_batch_size: 8}", f"checkpoint.best={watched}"]
+    words += ["metrics=[accuracy, {name: TopK, options: {k: 3}}]" if metric == "top_k" else "metrics=[accuracy]"]
     words += [f"early_stopping={watched}", "early_stopping.patience=3", f"output_dir={tmp_path}", "train.epochs=9"]
     (tmp_path / "checkpoints" / "step-000000003").mkdir(parents=True)
     then, now = load([], words)[0], load([], [*words, word])[0]
