@@ -526,7 +526,7 @@ def test_steps_of_the_last_line_count_in_the_next_one_of_a_run_that_goes_on(conf
     for name, stops in (("whole", [9]), ("prolonged", [5, 9])):
         for steps in stops:
             words = ["log.every_steps=4", "train.steps_per_call=1", f"train.max_steps={steps}", "--output-dir"]
-            finished = train(["--config", config, "lr_schedule={base_lr: 0.01, decay: null}", *words, tmp_path / name])
+            finished = train(["--config", config, "lr_schedule.decay.name=constant", *words, tmp_path / name])
             assert finished.returncode == 0, finished.text
         lines[name] = {row["step"]: row["loss"] for row in metrics_of(tmp_path / name, "train")}
     assert {*lines["prolonged"]} - {*lines["whole"]} == {5}
