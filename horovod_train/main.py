@@ -330,9 +330,10 @@ def entry() -> None:
     make_streams_unfailing()
 
     @atexit.register
-    def end_if_failed() -> None:
+    def end() -> None:
         if exit_code:
             os._exit(exit_code)
+        # Last of all, after multiprocessing's wait: what limit_exit has set is over.
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         sys.unraisablehook = sys.__unraisablehook__
@@ -346,18 +347,26 @@ def entry() -> None:
     sys.exit(exit_code)
 
 
+def _is_alone() -> bool:
+    try:
+        return launcher.detect().launcher == "none"
+    except UserError:
+        return False
+
+
 class _StillRuns(BaseException):
     """Ends Python's wait for a thread."""
 
 
 def limit_exit() -> None:
-    """Let the exit of this process, which follows, wait no longer than THREADS_END_WITHIN_S for the user's threads.
+    """Let the exit of this process, which follows, wait a limited time for the user's threads.
 
     Python itself would wait for ever for each thread that is no daemon, and for each process of multiprocessing.
     """
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0]:
         return  # the watchdog ends a run that has failed sooner
-    limit_s, waits_for_threads, show = launcher.THREADS_END_WITHIN_S, True, sys.unraisablehook
+    limit_s = launcher.ALONE_END_WITHIN_S if _is_alone() else launcher.THREADS_END_WITHIN_S
+    waits_for_threads, show = True, sys.unraisablehook
 
     @atexit.register  # so called first, after the wait for threads
     def have_ended() -> None:
@@ -375,7 +384,7 @@ def limit_exit() -> None:
         if left:
             to_stderr(
                 f"rank {_rank()} ({socket.gethostname()}): all was done {limit_s:.0f} s ago, but {listed(left, 4)} of "
-                "your code still runs, and is ended unfinished. Join it in on_train_end, or make it a daemon."
+                "your code still runs, and is ended unfinished. Join it before your code returns."
             )
         if waits_for_threads:
             raise _StillRuns  # which Python reports, and goes on

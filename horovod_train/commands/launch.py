@@ -438,16 +438,20 @@ class Supervisor:
 
     def _keep_looking(self) -> None:
         """Look while ranks run too: where the directory goes, and they with it, it is too late afterwards."""
+        looked_at = time.monotonic()
         while not self._is_over.wait(LOG_EVERY_S if self._unlogged else LOOK_EVERY_S):
             self._write_log()
-            self._newest()
+            if time.monotonic() - looked_at >= LOOK_EVERY_S:
+                looked_at = time.monotonic()
+                self._newest()
 
     def _say(self, text: str) -> None:
         """Say it to the user, and to explain and report, once the run has a folder for its logs."""
         to_stderr(f"launch: {text}")
         if self.program.run_dir is None:
             return
-        self._unlogged.append(f"{now()} launch: {printable(without_secrets(text))}\n")
+        with self._writing:
+            self._unlogged.append(f"{now()} launch: {printable(without_secrets(text))}\n")
         self._write_log()
 
     def _write_log(self) -> None:

@@ -182,8 +182,8 @@ def _try(function: Any, spec: Spec, where: str, image: tf.TensorSpec) -> None:
     result = traced.structured_outputs
     is_tensor = isinstance(result, tf.Tensor)
     if not is_tensor or result.dtype != image.dtype or not result.shape.is_compatible_with(image.shape):
-        received = f"{result.dtype.name}{result.shape}" if is_tensor else type(result).__name__
+        received = f"{result.dtype.name}{[*result.shape]}" if is_tensor else type(result).__name__
         raise UserError(
-            f"{where}: {spec.name}: expected an image as it is given, {given}, whose values are those stored; received "
-            f"{received}. data.features says how they are scaled afterwards."
+            f"{where}: {spec.name} must return an image like the one it gets, {given}; it returned {received}. "
+            "Scaling comes afterwards: scale and offset in data.features."
         )

@@ -254,11 +254,11 @@ def _folder_opener(paths: Sequence[str], storage: Storage, *, by_class: bool) ->
     by_class: whether images must be in a folder for each class; else they may be anywhere in a folder, of a glob, or
     single files, in the same order.
     """
-    kinds: Iterator[OpenStore] = iter(())
+    kind: OpenStore | None = None
     try:
         if all(_is_readable_folder(path, storage) and not _has_record_files(path, storage) for path in paths):
             kinds = (opener for is_kind, opener in FOLDERS if all(is_kind(path, storage) for path in paths))
-        kind = next(kinds, None)
+            kind = next(kinds, None)
         may_be_anywhere = kind in (None, ImageFolder) and not by_class
         if may_be_anywhere and are_images(paths) and not any(_has_tables(path, storage) for path in paths):
             return UnlabelledImages

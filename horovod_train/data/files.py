@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import functools
 import glob
 import hashlib
 import logging
@@ -113,9 +114,9 @@ def left_out_note(folder: str, names: Sequence[str], read: str) -> str:
     return f"{folder}: {what} left out: {listed(names, 3)}. Read are only {read}."
 
 
-def is_no_record(name: str) -> bool:
+def is_no_record(name: str, patterns: Sequence[str] = _NO_RECORDS) -> bool:
     """Return whether a file of this name lies beside records and is never meant as one."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NO_RECORDS)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
@@ -217,20 +218,21 @@ def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> l
 
 
 def _list_glob(pattern: str, setting: str, storage: Storage) -> tuple[list[str], list[str]]:
-    """Return the files of a glob, and the names of copies that fit it too and are not read; or a file itself.
+    """Return the files of a glob, and the names of copies and folders that fit it too and are not read; or a file.
 
     Copies are read where the glob ends as their names do, or fits nothing else.
     """
     if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern], []
-    found = matching(pattern, storage)
-    found = [name for name in found if not any(fnmatch.fnmatchcase(os.path.basename(name), ours) for ours in _OURS)]
-    names = found if is_remote(pattern) else [name for name in found if not os.path.isdir(name)]
-    if found and not names:
+    found = [name for name in matching(pattern, storage) if not is_no_record(os.path.basename(name), _OURS)]
+    folders = [] if is_remote(pattern) else list(filter(os.path.isdir, found))
+    names = [name for name in found if name not in folders]
+    if folders and not names:
         raise UserError(f"{setting}: {pattern} fits folders only; name their files: {pattern.rstrip('/')}/*")
     if names:
         read = names if _is_copy(pattern) else _without_copies(names)
-        return read, [os.path.basename(name) for name in names if name not in read]
+        unread = [] if "**" in pattern else [f"{os.path.basename(folder)}/" for folder in folders]  # ** looks into all
+        return read, [*(os.path.basename(name) for name in names if name not in read), *unread]
     if glob.has_magic(pattern):
         raise UserError(f"{setting}: {pattern} matches no file.")
     existing: str | None = pattern
@@ -265,9 +267,14 @@ def save_to_first(places: Sequence[Path], save: Callable[[Path], None]) -> None:
             failures.append(f"{place}: {said_by_system(error)}")
         else:
             return
-    where = "; ".join(failures)
+    _say_unsaved("; ".join(failures) or "there is no folder for a cache")
+
+
+@functools.cache
+def _say_unsaved(why: str) -> None:
+    """Say it once: while many files are read, what was found is saved several times."""
     log.warning(
-        f"what was found in the records cannot be saved, so the next start reads them again: {where}. "
+        f"what was found in the records cannot be saved, so the next start reads them again: {why}. "
         "data.index_dir can name another folder."
     )
 

@@ -268,7 +268,10 @@ class Transforms:
         self._features = features
         self._augmentations = {
             name: build_augmentations(
-                augment if name in images else (), feature.shape, feature.interpolation, feature.stored_dtype
+                augment if name in images else (),
+                feature.shape,
+                feature.interpolation,
+                feature.stored_dtype if name in schema.inputs else "",  # targets take none of the user's
             )
             for name, feature in features.items()
         }

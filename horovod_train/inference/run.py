@@ -145,7 +145,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             outputs = Outputs(model, pipeline)
             loss = _loss(config, model)
             names = class_names(config.data, trained.class_names or records.schema.class_names)
-            if _has_number_per_class(trained, names) and not takes_one_class(loss):
+            if _has_number_per_class(config, trained, names) and not takes_one_class(loss):
                 names = ()  # a record may have several of the classes
             about = RecordNames(records.files(), names, takes_logits(loss), records.numbers())
             file = Predictions()
@@ -175,15 +175,18 @@ def _write(group: WorkerGroup, file: Predictions) -> None:
         is_whole = group.broadcast_object(is_whole)
 
 
-def _has_number_per_class(trained: Trained, names: Sequence[str]) -> bool:
+def _has_number_per_class(config: Config, trained: Trained, names: Sequence[str]) -> bool:
     """Return whether the target of the training records is a number for each of the classes of these names."""
-    features = [parse_feature(settings, name) for name, settings in trained.features.items()]
+    others = [(name, settings) for name, settings in trained.features.items() if name not in config.data.inputs]
+    features = [parse_feature(settings, name) for name, settings in others]
     return any((feature.class_names, feature.shape) == (tuple(names), (len(names),)) for feature in features)
 
 
 def _loss(config: Config, model: keras.Model) -> Any:
-    """Return the loss that the model was trained with, as `compile` takes it."""
-    return model.loss if config.loss.name == AUTO and model.compiled else build_loss(config.loss).loss
+    """Return the loss that the model was trained with, as `compile` takes it; that of the output where there is one."""
+    loss = model.loss if config.loss.name == AUTO and model.compiled else build_loss(config.loss).loss
+    losses = list(loss.values()) if isinstance(loss, Mapping) else loss
+    return losses[0] if isinstance(losses, list | tuple) and len(losses) == 1 else loss
 
 
 @contextmanager

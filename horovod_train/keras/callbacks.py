@@ -414,14 +414,15 @@ def _find_needs(
 ) -> tuple[bool, bool, bool]:
     """Collective: return what `broadcaster` must do for the other callbacks, True on all ranks if on any.
 
-    First, whether to average the logs of an epoch, because a callback decides by them. Second, whether one does that
-    changes how ranks train, which must not differ; the best model is kept by root. Third, whether to compare after each
-    batch if losses are finite, because TerminateOnNaN would stop one rank first. A script may give such a callback to
-    one rank only. shares_backup: whether root's BackupAndRestore is for all ranks.
+    First, whether to average the logs of an epoch, because a callback decides by them. Second, whether such a callback
+    changes training, not only which model is kept: then all ranks must log the same. Third, whether to compare after
+    each batch if losses are finite, because TerminateOnNaN would stop one rank first. A script may give such a callback
+    to one rank only. shares_backup: whether root's BackupAndRestore is for all ranks.
 
     Raises UserError on all ranks if on one of them a callback comes before `broadcaster` that needs it.
     """
-    deciding = [callback for callback in callbacks if isinstance(callback, _DECIDERS) or _keeps_best(callback)]
+    before = callbacks[: callbacks.index(broadcaster)] if broadcaster in callbacks else []
+    deciding = [each for each in callbacks if isinstance(each, _DECIDERS) or (_keeps_best(each) and each not in before)]
     earlier = callbacks[: callbacks.index(deciding[0])] if deciding else []
     needs_averages = bool(deciding) and not any(isinstance(callback, MetricAverageCallback) for callback in earlier)
     all_decide = needs_averages and any(isinstance(callback, _DECIDERS) for callback in deciding)
@@ -429,8 +430,13 @@ def _find_needs(
         *(deciding if needs_averages else []),
         *(each for each in callbacks if shares_backup and isinstance(each, keras.callbacks.BackupAndRestore)),
     ]
-    before = callbacks[: callbacks.index(broadcaster)] if broadcaster in callbacks else []
     too_early = [type(callback).__name__ for callback in before if callback in dependent]
+    alone = [type(each).__name__ for each in before if _keeps_best(each)]
+    if alone and hvd.size() > 1 and hvd.rank() == 0:
+        log.warning(
+            f"model.fit: {listed(alone)} keeps the best by root's own figures; put it after "
+            f"{type(broadcaster).__name__} in callbacks, for the means over the ranks"
+        )
     needs_losses = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
     any_averages, any_decide, any_losses, any_early = _on_any_rank(
         "needs", needs_averages, all_decide, needs_losses, bool(too_early)

@@ -92,20 +92,22 @@ def _number_names_as_at_first() -> None:
 def names_numbered_as_in_a_new_process() -> Iterator[None]:
     """Inside the block let Keras number names as a process does that has built no model; what it imports counts.
 
-    Where the block raises, the numbers are then what they were.
+    Afterwards Keras goes on with larger numbers than it has given before the block, and, unless it raises, inside.
     """
     global _counts_at_first
     kept, _counts_at_first = _counts_at_first, None
-    counts = name_counts() or {}
+    counts = name_counts()
+    if counts is None:
+        counts = {}
     before = dict(counts)
     counts.clear()
     try:
         yield
     except BaseException:
         counts.clear()
-        counts.update(before)
         raise
     finally:
+        counts.update({name: max(count, counts.get(name, 0)) for name, count in before.items()})
         _counts_at_first = kept
 
 

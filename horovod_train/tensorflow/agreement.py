@@ -44,8 +44,8 @@ _ADVICE = (
     "root_rank=0) after the first step at the latest"
 )
 _ADVICE_LATER = (
-    "They were equal when ranks compared them before: a rank has changed its weights or its learning rate alone since. "
-    "Let all ranks do so, by figures that hvd.allreduce has averaged"
+    "A rank has changed its weights or its learning rate alone, or has never been sent root's. Let all ranks change "
+    "them, by figures that hvd.allreduce has averaged, and call hvd.broadcast_variables(model.variables, root_rank=0)"
 )
 
 

@@ -81,7 +81,7 @@ def _check_alike(variables: Sequence[Any], root_rank: int, process_set: hvd.Proc
         own = tf.constant([[list(digest) for digest in digests]], tf.uint8)
         of_ranks = hvd.allgather(own, name="broadcast_variables.check", process_set=process_set).numpy()
     are_alike, shard_alike = (of_ranks == of_ranks[0]).all(axis=(0, 2))
-    # All ranks come to the same place. Only here what may be much.
+    # All ranks take the same branch. The full lists are gathered only here, because they may be long.
     if not shard_alike:
         check_given(objects.gather(given, "broadcast_variables.shard"))
     if are_alike:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import keras
@@ -29,6 +29,9 @@ _SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 4 << 20
 _SAMPLED_RECORDS = 16
 """Of a dataset of arrays, its first ones."""
 
+_NOTED_CALLS = 64
+"""The most calls that are compared at a broadcast."""
+
 _SEVERAL = "Give several inputs one by one, x1, x2, y, weights = hvd.shard(x1, x2, y), or as a dict."
 
 
@@ -46,8 +49,9 @@ def shard(*data: Any) -> Any:
     All ranks must give the same rows in the same order. At the next broadcast (of the broadcast callback,
     broadcast_variables or broadcast_model) UserError is raised on all ranks if they gave different numbers of rows, or
     if every array of a call differs between ranks, in up to 1,024 rows of each, evenly spaced; of a dataset made of
-    arrays in its first 16 records. An array that is equal on all ranks shows that the order is. Not compared are calls
-    that only some ranks make, other datasets, elastic scripts, and anything after init(check_weights=False).
+    arrays in its first 16 records. An array that is equal on all ranks, but for rounding, shows that the order is.
+    Nothing is compared if ranks made different numbers of calls, of other datasets, in elastic scripts, and after
+    init(check_weights=False); nor more than the first 64 calls before a broadcast.
 
     Raises UserError for what has no rows that can be taken by number, for arrays of different lengths, for fewer
     records than ranks, and for a dataset of another form, or whose order may be another one on each rank.
@@ -149,24 +153,48 @@ def _check_count(count: int) -> None:
         raise UserError(f"hvd.shard: expected at least one record for each of {hvd.size()} ranks; received {count}.")
 
 
-_given: list[tuple[int, dict[str, tuple[str, bool]]]] = []
-"""Of each call since the last broadcast how many rows it was given, and of each array, by name, what _seen_of says."""
+class _Seen(NamedTuple):
+    """What some rows of an array look like. digest: of their bits; means: of each, [] if they are no numbers."""
+
+    digest: str = ""
+    shows_order: bool = False
+    """Whether the rows differ from each other."""
+    means: Sequence[float] = ()
+
+    def is_like(self, other: _Seen) -> bool:
+        """Return whether the rows are in the same order: numbers that hosts have computed may differ in last bits."""
+        if self.digest == other.digest:
+            return True
+        if not self.means or len(self.means) != len(other.means):
+            return False
+        return np.allclose(self.means, other.means, rtol=1e-3, atol=1e-3 * float(np.std(self.means)))
+
+
+_given: list[tuple[int, dict[str, _Seen]]] = []
+"""Of the calls since the last broadcast how many rows each was given, and what its arrays look like, by name."""
+
+
+def _is_noted() -> bool:
+    """Return whether the next call is to be noted: of a script that shards each batch, and never broadcasts, some."""
+    return guards.check_weights and len(_given) < _NOTED_CALLS and not launcher.detect().is_elastic
 
 
 def _note(arrays: Mapping[str, np.ndarray], count: int) -> None:
-    if guards.check_weights and not launcher.detect().is_elastic:
+    if _is_noted():
         _given.append((count, {name: _seen_of(array) for name, array in arrays.items()}))
 
 
 def _note_records(dataset: tf.data.Dataset, count: int) -> None:
     """Note a dataset by its first records, if it is made of arrays: reading another one may take long, or change it."""
+    if not _is_noted():
+        return
     first = [tf.nest.flatten(record) for record in dataset.take(_SAMPLED_RECORDS)] if is_in_memory(dataset) else []
     columns = [column for column in zip(*first, strict=True) if isinstance(column[0], tf.Tensor)]
-    _note({f"part {number} of a record": np.stack(column) for number, column in enumerate(columns, start=1)}, count)
+    fitting = [column for column in columns if len({tuple(value.shape) for value in column}) == 1]
+    _note({f"part {number} of a record": np.stack(column) for number, column in enumerate(fitting, start=1)}, count)
 
 
-def _seen_of(array: np.ndarray) -> tuple[str, bool]:
-    """Return a digest of some rows of an array, and whether these differ, so that they show an order."""
+def _seen_of(array: np.ndarray) -> _Seen:
     fitting = _SAMPLED_BYTES // max(array.nbytes // len(array), 1)
     sampled = min(len(array), max(8, min(fitting, _SAMPLED_ROWS)))
     sample = array[np.linspace(0, len(array) - 1, sampled).astype(np.int64)]
@@ -176,7 +204,10 @@ def _seen_of(array: np.ndarray) -> tuple[str, bool]:
         rows = [repr(row).encode() for row in sample.tolist()]
     else:
         rows = []  # other objects may look different in each process
-    return hashlib.sha256(b"".join(rows)).hexdigest(), len(set(rows)) > 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        flat = sample.reshape(sampled, -1).astype(np.float64) if sample.dtype.kind in "biuf" else np.empty((0, 0))
+        means = flat.mean(axis=1).tolist() if flat.size else []
+    return _Seen(hashlib.sha256(b"".join(rows)).hexdigest(), len(set(rows)) > 1, means)
 
 
 def take_given() -> list[Any]:
@@ -189,7 +220,7 @@ def take_given() -> list[Any]:
 def check_given(by_rank: Sequence[Sequence[Any]]) -> None:
     """Raise UserError if ranks gave `shard` different rows. by_rank: what `take_given` returned on each.
 
-    Ranks that called it differently often are not compared: a rank may evaluate alone.
+    Nothing is compared if ranks made different numbers of calls: a rank may evaluate alone.
     """
     if len({len(calls) for calls in by_rank}) > 1:
         return
@@ -202,11 +233,13 @@ def check_given(by_rank: Sequence[Sequence[Any]]) -> None:
                 f"on rank {rank}. It takes a rank's part of what all ranks hold: give all the same, and part nothing "
                 "before."
             )
-        names = [name for name in arrays[0] if any(seen.get(name, ("", False))[1] for seen in arrays)]
-        digests = [[seen.get(name, ("", False))[0] for seen in arrays] for name in names]
-        if not names or any(len(set(of_ranks)) == 1 for of_ranks in digests):
+        by_name = {name: [seen.get(name, _Seen()) for seen in arrays] for name in arrays[0]}
+        names = [name for name, seen in by_name.items() if any(each.shows_order for each in seen)]
+        unlike = [[not each.is_like(by_name[name][0]) for each in by_name[name]] for name in names]
+        others = [np.flatnonzero(of_ranks).tolist() for of_ranks in unlike]
+        if not all(others) or not names:
             continue
-        ranks = [rank for rank, digest in enumerate(digests[0]) if digest != digests[0][0]]
+        ranks = others[0]
         verb = "differs" if len(names) == 1 else "differ"
         raise UserError(
             f"hvd.shard: {listed(names, 4)}, of {counts[0]} rows, {verb} on rank {listed(ranks, 4)} from rank 0 in "

@@ -135,14 +135,16 @@ def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
 def _changed_metrics(config: Config, facts: Facts, metric: str) -> list[str]:
     """Return the settings in which a metric of this name, as evaluations show it, is another than then."""
 
-    def may_be_it(spec: Any) -> bool:
-        if name := spec["options"].get("name"):
-            return name in metric
-        return is_users(spec["name"]) or fold(spec["name"]) in fold(metric)  # a user's class has any name
+    def is_it(spec: Any) -> bool:
+        name = spec["options"].get("name")
+        return name in metric if name else fold(spec["name"].rpartition(":")[2]) in fold(metric)
 
     def of_it(specs: Any) -> list[Any]:
-        return list(filter(may_be_it, specs))
+        unnamed = [spec for spec in specs if is_users(spec["name"]) and "name" not in spec["options"]]
+        return list(filter(is_it, specs)) or unnamed  # a user's class gives itself any name
 
+    if metric == "loss":
+        return []
     now = json.loads(json.dumps(as_dict(config), default=str))
     return [key for key in ("metrics", "weighted_metrics") if of_it(facts.setting(key)) != of_it(now[key])]
 

@@ -342,13 +342,15 @@ def _deadline(config: Config, started: float, group: WorkerGroup) -> float | Non
             )
     deadlines = [] if config.train.max_time is None else [started + config.train.max_time]
     end_time = launcher.detect().end_time
-    if end_time is not None and end_time > now:
-        deadlines.append(time.monotonic() + end_time - now)
-    elif end_time is not None and group.is_root:
-        log.warning(
-            f"{launcher.END_TIME} lies {now - end_time:.0f} s in the past, so the run does not end by it: it is left "
-            "over of another job, or the job's time was extended. Unset it, or say by train.max_time when to end."
-        )
+    if end_time is not None:
+        if end_time > now:
+            deadlines.append(time.monotonic() + end_time - now)
+        elif group.is_root:
+            log.warning(
+                f"{launcher.END_TIME} lies {now - end_time:.0f} s in the past, so the run does not end by it: it is "
+                "left over of another job, or the job's time was extended. Unset it, or say by train.max_time when to "
+                "end."
+            )
     return min(deadlines, default=None)
 
 

@@ -31,6 +31,9 @@ THREADS_END_WITHIN_S = 45.0
 """How long the process of a program that is done waits for threads and processes that the user's code has left, as to
 upload something. Less than the 60 s after which srun kills ranks that outlast others, `--wait=60` in our scripts."""
 
+ALONE_END_WITHIN_S = 600.0
+"""The same for a process that no launcher has started: nobody waits for it but its user."""
+
 STOP_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGXCPU, signal.SIGHUP),

@@ -316,10 +316,11 @@ class TrainStep:
         values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
         for part in parts:
             noted, values = self._divisors(part.batch, values)
+            if not noted:
+                return None
             divisors = [divisor * part.is_counted() for divisor in noted]
             sums = divisors if sums is None else [a + b for a, b in zip(sums, divisors, strict=True)]
-        if not sums:
-            return None
+        assert sums is not None, "a step without a pass"
         return tf.unstack(self.shares.group.sum_in_step(tf.stack(sums), "step.divisors"))
 
     def _ranks_with_records(self, parts: Sequence[Part], size: StepSize) -> tf.Tensor | None:
@@ -344,7 +345,8 @@ class TrainStep:
         with keras.StatelessScope(values) as scope, self.shares.noting_divisors() as noted:
             outputs = self._model(x, training=True)
             loss_in_training(self._model, x, y, outputs, weights)
-        return noted, [(variable, scope.get_current_value(variable)) for variable, _ in values]
+        after = [(variable, scope.get_current_value(variable)) for variable, _ in values]
+        return noted, [(variable, tf.ensure_shape(value, variable.shape)) for variable, value in after]
 
     def _train_step_by_xla(self, data: Data) -> Mapping[str, Any]:
         """Do what Keras' own `train_step` does. XLA can compile the pass, but neither the exchange nor its wait."""

@@ -206,8 +206,9 @@ def _noting_added_losses(model: keras.Model, shapes: dict[str, list[Any]]) -> Ab
 def _takes_no_labels(metric: keras.metrics.Metric) -> bool:
     """Return whether it is one of Keras' metrics that take labels without an error, for other figures in each batch."""
     is_of_keras, name = type(metric).__module__.startswith("keras."), type(metric).__name__
+    is_categorical = "Categorical" in name and "Sparse" not in name
     of_class = getattr(metric, "class_id", None) is not None  # Precision and Recall
-    return is_of_keras and (name.startswith("Categorical") or of_class or not getattr(metric, "sparse_y_true", True))
+    return is_of_keras and (is_categorical or of_class or not getattr(metric, "sparse_y_true", True))
 
 
 def _advice_on_labels(metric: keras.metrics.Metric) -> str:

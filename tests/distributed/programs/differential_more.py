@@ -207,6 +207,15 @@ def dice_of_records() -> keras.Model:
     return first.maps(losses.Dice(axis=(1, 2, 3)))()
 
 
+def constant_behind_dropout() -> keras.Model:
+    """Its loss is log 3 whatever time steps dropout leaves out, if it is divided by those that remain."""
+    tokens = keras.Input((7,), dtype="int32")
+    values = layers.Dropout(0.5, noise_shape=(None, 7, 1))(layers.Embedding(6, 4)(tokens))
+    model = keras.Model(tokens, layers.Dense(3, kernel_initializer="zeros")(layers.Masking()(values)))
+    model.compile(optimizers.SGD(0.0), losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def ctc() -> keras.Model:
     tokens = keras.Input((7,), dtype="int32")
     model = keras.Model(tokens, layers.Dense(4, "softmax")(layers.Embedding(6, 4)(tokens)))
@@ -455,6 +464,7 @@ MORE: dict[str, Case] = {
     "accumulated, a mask of training": Case(
         first.sequence(first.crossentropy(), extra=LeavesOut), "tags", True, **_ACCUMULATED
     ),
+    "accumulated, a mask of dropout": Case(constant_behind_dropout, "tags", **_ACCUMULATED),
     "accumulated, outputs of training": Case(Auxiliary.made, "labels", True, **_ACCUMULATED),
     "accumulated, two outputs": Case(first.two_outputs(), "two", True, **_ACCUMULATED),
     "class weights, one-hot": Case(

@@ -101,11 +101,11 @@ def noisy(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     [
         (
             "as_floats",
-            "expected an image as it is given, uint8[8, 10, 3], whose values are those stored; received float32",
+            "must return an image like the one it gets, uint8[8, 10, 3]; it returned float32[8, 10, 3]. Scaling",
         ),
         (
             "narrower",
-            "expected an image as it is given, uint8[8, 10, 3], whose values are those stored; received uint8(8, 9",
+            "must return an image like the one it gets, uint8[8, 10, 3]; it returned uint8[8, 9, 3]. Scaling",
         ),
         ("noisy", "for an image of uint8[8, 10, 3]: TypeError: "),
     ],

@@ -361,7 +361,8 @@ class Best(keras.callbacks.ModelCheckpoint):
         ([], [Best], True, (True, False, False)),
         ([], [Best, Stop], True, (True, True, False)),
         ([], [Mean, Best], True, (False, False, False)),
-        ([Best], [], True, "Best must come after BroadcastGlobalVariablesCallback"),
+        ([Best], [], True, (False, False, False)),  # keeps the best of root's own figures, and a line says so
+        ([Best], [Stop], True, (True, True, False)),
         ([keras.callbacks.ModelCheckpoint], [], True, (False, False, False)),
         ([], [keras.callbacks.ReduceLROnPlateau], True, (True, True, False)),
         ([], [Mean, Stop], True, (False, False, False)),
@@ -376,9 +377,16 @@ class Best(keras.callbacks.ModelCheckpoint):
     ],
 )
 def test_callbacks_that_decide_get_means_and_those_that_cannot_are_refused(
-    monkeypatch: pytest.MonkeyPatch, before: list[Any], after: list[Any], shares_backup: bool, expected: Any
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    before: list[Any],
+    after: list[Any],
+    shares_backup: bool,
+    expected: Any,
 ) -> None:
     """Means come before them where a MetricAverageCallback comes before them, and nowhere else."""
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 2)
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 0)
     monkeypatch.setattr(callbacks, "_on_any_rank", lambda name, *flags: flags)
     broadcaster = BroadcastGlobalVariablesCallback()
     given = [*(kind.__new__(kind) for kind in before), broadcaster, *(kind.__new__(kind) for kind in after)]
@@ -391,6 +399,8 @@ def test_callbacks_that_decide_get_means_and_those_that_cannot_are_refused(
             needs()
         return
     assert needs() == expected
+    said = ["Best keeps the best by root's own figures" in line for line in caplog.messages]
+    assert said == [True] * (Best in before)
     # What one rank needs, all do; what is wrong on one is refused on all, which would else wait for it.
     monkeypatch.setattr(callbacks, "_on_any_rank", lambda name, *flags: [True, True, True, False])
     assert needs() == (True, True, True)

@@ -188,7 +188,7 @@ def restored(
         train_step=SimpleNamespace(figures=Figures({}, []), skipped=tf.Variable(0), skipped_in_a_row=tf.Variable(0)),
     )
     for tracker in (parts.best, parts.early_stopping.best):
-        tracker.update(3, dict.fromkeys(("loss", "accuracy", "b_loss", "top_k"), 0.5))
+        tracker.update(3, dict.fromkeys(("loss", "accuracy", "b_loss", "top_k", "mine"), 0.5))
     group = SimpleNamespace(raise_together=nullcontext)
     sought_anew: list[str] = []
     store = SimpleNamespace(seek_best_anew=lambda: sought_anew.append("best"), sought_anew=sought_anew)
@@ -343,7 +343,9 @@ EVALUATED_OTHERWISE: dict[str, tuple[str, str, str]] = {
     "weights": ("loss", "data.weight=w", "data.weight"),
     "loss of an output": ("b_loss", "loss=mean_squared_error", "loss.name"),
     "options of a class": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 1}}]", "metrics"),
-    "a user's class": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 3}}, parts:Mine]", "metrics"),
+    "a user's class beside": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 3}}, parts:Mine]", ""),
+    "a user's class": ("mine", "metrics=[accuracy, {name: parts:Other, options: {a: 2}}]", "metrics"),
+    "a user's class beside the loss": ("loss", "metrics=[accuracy, parts:Mine]", ""),
     "options of another class": ("top_k", "metrics=[accuracy, {name: TopK, options: {k: 3}}, Mean]", ""),
 }
 
