@@ -114,6 +114,8 @@ class RankNow:
     step: int | None = None
     """The last that its log names."""
     trouble: str = ""
+    is_in_traceback: bool = False
+    """Whether the lines that follow in its log are of a traceback."""
     ended: str | None = None
 
 
@@ -281,10 +283,12 @@ class Follower:
 
     def _read_log(self, rank: int, path: Path) -> None:
         for line in self._new(path)[1]:
-            entry = read_line(line)
+            entry, now = read_line(line), self._ranks.get(rank)
             if entry is None:
+                # Later lines of an entry have four blanks before them. The last that has no more is the error.
+                if now and now.is_in_traceback and re.match(r" {4}\S", line):
+                    self._ranks[rank] = replace(now, trouble=line.strip())
                 continue
-            now = self._ranks.get(rank)
             if entry.kind == "start" and (about := read_introduction(entry.text)):
                 self._ranks[rank] = RankNow(about, entry.time)
             elif now and (last_step := _LAST_STEP.search(entry.text)) and entry.kind == "info":
@@ -360,8 +364,9 @@ def _after(now: RankNow, entry: Entry) -> RankNow:
     if entry.kind == "phase":
         doing, step = read_phase(entry.text)
         return replace(now, doing=doing, step=now.step if step is None else step)
+    now = replace(now, is_in_traceback=False)
     if entry.kind in TROUBLE:
-        return replace(now, trouble=entry.text)
+        return replace(now, trouble=entry.text, is_in_traceback=entry.text.startswith("Traceback "))
     return replace(now, ended=entry.text) if entry.kind == "end" else now
 
 

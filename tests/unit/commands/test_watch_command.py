@@ -117,6 +117,16 @@ def test_a_rank_in_trouble_is_named_first(run: Run) -> None:
     assert second == "rank 2 (node1): evaluate, step 10 or later"
 
 
+def test_of_a_traceback_the_error_is_shown(run: Run) -> None:
+    run.train(10)
+    text = 'Traceback (most recent call last):\n  File "a.py", line 3\nKeyError: 1\n\nDuring it:\n\nValueError: no luck'
+    run.logs[1].write("failed", text)
+    follower = Follower(run.folder)
+    assert follower.look().ranks[1].trouble == "ValueError: no luck"
+    run.logs[1].write("info", "later")
+    assert follower.look().ranks[1].trouble == "ValueError: no luck"
+
+
 def test_each_new_thing_is_told_once(run: Run) -> None:
     follower = Follower(run.folder)
     before = follower.look()
