@@ -30,14 +30,14 @@ CORE = {
 LONG = {
     1: [
         *("mask, sum, weights", "two losses, metrics by output", "constraint", "short names", "schedule"),
-        "IntegerLookup",
+        *("IntegerLookup", "accumulated, a mask of training", "accumulated, a mask of dropout"),
     ],
     3: [
         "mask, mean_with_sample_weight, weights",
         *("plain", "own train_step, weights", "layer with a counter, local"),
         *("activity_regularizer, weights", "optimizer that holds another", "layer that assigns in evaluations"),
         *("metrics of states that are no sums", "XLA, mask", "loss of losses", "own compute_loss, private sum"),
-        "BatchNormalization, synchronised, accumulated",
+        *("BatchNormalization, synchronised, accumulated", "accumulated, outputs of training"),
     ],
 }
 
