@@ -211,8 +211,8 @@ def _seen_of(array: np.ndarray) -> _Seen:
 
 
 def take_given() -> list[Any]:
-    """Return what the calls of `shard` since the last time were given on this rank, to be compared over the ranks."""
-    given = list(_given)
+    """Return what the calls of `shard` since the last time were given on this rank, in values that ranks can send."""
+    given = [(count, {name: tuple(seen) for name, seen in arrays.items()}) for count, arrays in _given]
     _given.clear()
     return given
 
@@ -233,7 +233,7 @@ def check_given(by_rank: Sequence[Sequence[Any]]) -> None:
                 f"on rank {rank}. It takes a rank's part of what all ranks hold: give all the same, and part nothing "
                 "before."
             )
-        by_name = {name: [seen.get(name, _Seen()) for seen in arrays] for name in arrays[0]}
+        by_name = {name: [_Seen(*seen.get(name, ())) for seen in arrays] for name in arrays[0]}
         names = [name for name, seen in by_name.items() if any(each.shows_order for each in seen)]
         unlike = [[not each.is_like(by_name[name][0]) for each in by_name[name]] for name in names]
         others = [np.flatnonzero(of_ranks).tolist() for of_ranks in unlike]
