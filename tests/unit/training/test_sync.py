@@ -204,7 +204,7 @@ def test_local_steps_without_records_move_nothing(model: keras.Model) -> None:
             local.leave_out(step + 1)
         local.end_step(tf.constant(False), step + 1)
         changed.append(float(abs(local.changes.numpy()).max()))
-    assert changed == [0.0, 0.0, 0.0, 2.0, 2.0, 0.0]
+    assert changed == [0.0, 0.0, 0.0, pytest.approx(2.0), pytest.approx(2.0), 0.0]  # of weights that are drawn
 
 
 def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has_failed(model: keras.Model) -> None:
