@@ -135,9 +135,10 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
         data = dataclasses.replace(config.data, eval=tuple(paths))
-        if are_images(paths):  # a dataset.json beside the training records may have said how images are decoded
-            images = {name: feature for name, feature in trained.features.items() if feature.get("decode") == "image"}
-            data = dataclasses.replace(data, features={**images, **data.features})
+        with group.raise_together():
+            if are_images(paths):  # a dataset.json beside the training records may have said how images are decoded
+                images = {name: one for name, one in trained.features.items() if one.get("decode") == "image"}
+                data = dataclasses.replace(data, features={**images, **data.features})
         records = _open_records(data, trained, needs_labels=False)
         unlabelled = dataclasses.replace(config, data=dataclasses.replace(data, targets=(), weight=None))
         with group.raise_together():

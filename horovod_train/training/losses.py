@@ -146,10 +146,7 @@ def takes_labels(loss: Any) -> bool:
     """Return whether a loss, as `compile` takes it, compares outputs with a label for each, and leaves none out."""
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
         return loss.ignore_class is None
-    if isinstance(loss, LossOfFunction):
-        loss = loss._function
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
-    return fold(name).endswith(fold("sparse_categorical_crossentropy"))
+    return _name_of(loss).endswith(fold("sparse_categorical_crossentropy"))
 
 
 def takes_logits(loss: Any) -> bool | None:

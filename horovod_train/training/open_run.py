@@ -471,9 +471,8 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
         return None
     if stream.has_batches:
         log.warning(
-            f"data.dataset: {stream.spec.name} gives batches, and each counts as "
-            "one record. Leave batch() out, unless a record is a sequence: data.global_batch_size says how many "
-            "records a step has."
+            f"data.dataset: {stream.spec.name} gives batches, and each counts as one record. Leave batch() out, unless "
+            "a record is a sequence: data.global_batch_size says how many records a step has."
         )
     steps_per_epoch = config.data.steps_per_epoch if is_training else None
     lengths = None

@@ -39,7 +39,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """The same, as Pillow calls them."""
 NOT_READ = (".tif", ".tiff", ".jfif", ".avif", ".heic", ".jp2", ".ppm", ".pgm")
 """Suffixes of images that are not read. A folder of these is one of images, too, and messages name its files."""
-NOT_OF_USERS = {"@eaDir", "__MACOSX", "__pycache__", "lost+found"}
+MADE_BY_PROGRAMS = {"@eaDir", "__MACOSX", "__pycache__", "lost+found"}
 """Folders that programs make beside a user's: for thumbnails, by archives of macOS, by Python, by file systems."""
 _EVAL_DIGITS = 360
 _DIGITS_SHARDS = 5
@@ -103,7 +103,7 @@ def _write_folders(arguments: argparse.Namespace) -> None:
 def class_names(folder: str) -> list[str]:
     """Return the names of a folder's subfolders, sorted, without hidden ones and those that programs make unasked."""
     names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
-    return sorted(name for name in names if not name.startswith(".") and name not in NOT_OF_USERS)
+    return sorted(name for name in names if not name.startswith(".") and name not in MADE_BY_PROGRAMS)
 
 
 def list_images(folder: str) -> ImageList:

@@ -16,7 +16,7 @@ import numpy as np
 from horovod_train.config.paths import is_remote
 from horovod_train.data.files import is_no_record, left_out_note
 from horovod_train.data.globs import matching
-from horovod_train.data.prepare.images import NOT_OF_USERS, NOT_READ, SUFFIXES, class_names, list_images
+from horovod_train.data.prepare.images import MADE_BY_PROGRAMS, NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Storage
@@ -108,7 +108,7 @@ def images_at(path: str) -> tuple[list[str], list[str]]:
 def _files_below(path: str) -> Iterator[str]:
     """Yield the files in a folder and its folders, without hidden ones, and what programs put there unasked."""
     for folder, inner, names in os.walk(path, onerror=_raise):
-        inner[:] = [name for name in inner if not name.startswith(".") and name not in NOT_OF_USERS]
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in MADE_BY_PROGRAMS]
         yield from (os.path.join(folder, name) for name in names if not name.startswith(".") and not is_no_record(name))
 
 

@@ -211,14 +211,18 @@ def _takes_no_labels(metric: keras.metrics.Metric) -> bool:
     return is_of_keras and (is_categorical or of_class or not getattr(metric, "sparse_y_true", True))
 
 
-def _advice_on_labels(metric: keras.metrics.Metric) -> str:
-    """Return what to do about a metric that compares labels [n] with outputs [n, classes], and takes no such labels."""
+def _refusal_of_labels(metric: keras.metrics.Metric, shapes: tuple[list[Any], list[Any]]) -> ValueError:
+    """Return the error for a metric that takes no labels [n] beside outputs [n, classes]. shapes: of these two."""
     name = type(metric).__name__
+    advice = "Leave it out, or store one-hot targets, with loss: categorical_crossentropy"
     if hasattr(metric, "sparse_y_pred"):
-        return f"For labels there is {name.removeprefix('OneHot')}, with its option sparse_y_pred: false"
-    if name == "Accuracy" or hasattr(keras.metrics, f"Sparse{name}"):
-        return f"For labels there is {'SparseCategoricalAccuracy' if name == 'Accuracy' else f'Sparse{name}'}"
-    return "Leave it out, or store one-hot targets, with loss: categorical_crossentropy"
+        advice = f"For labels there is {name.removeprefix('OneHot')}, with its option sparse_y_pred: false"
+    elif name == "Accuracy" or hasattr(keras.metrics, f"Sparse{name}"):
+        advice = f"For labels there is {'SparseCategoricalAccuracy' if name == 'Accuracy' else f'Sparse{name}'}"
+    return ValueError(
+        f"metric {metric.name} takes targets of the shape of the outputs; it gets targets {shapes[0]} and outputs "
+        f"{shapes[1]}. {advice}"
+    )
 
 
 def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextManager[None]:
@@ -233,16 +237,13 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextM
             compared = [*args, *(value for name, value in kwargs.items() if name != "sample_weight")][:2]
             before = len(tf.compat.v1.get_default_graph().get_operations())
             of_labels = _label_and_outputs(compared)
+            if of_labels and _takes_no_labels(metric):
+                raise _refusal_of_labels(metric, of_labels)
             try:
-                if of_labels and _takes_no_labels(metric):
-                    raise ValueError("it would compare each label as if it were the targets of all classes")
                 result = update_state(*args, **kwargs)
             except ValueError as error:
-                if not getattr(metric, "metrics", None) and of_labels:
-                    raise ValueError(
-                        f"metric {metric.name} takes targets of the shape of the outputs; it gets targets "
-                        f"{of_labels[0]} and outputs {of_labels[1]}. {_advice_on_labels(metric)}"
-                    ) from error
+                if of_labels and not getattr(metric, "metrics", None):
+                    raise _refusal_of_labels(metric, of_labels) from error
                 raise
             if len(compared) == 2 and (shapes := _paired(compared[0], compared[1], before)):
                 raise ValueError(
