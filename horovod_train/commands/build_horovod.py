@@ -146,7 +146,7 @@ def _system_mpi() -> str:
             )
     outputs = [str(shutil.which("mpicxx"))]
     for command in (["mpirun", "--version"], ["mpicxx", "-show"]):
-        outputs.append(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+        outputs.append(subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout)
     return _digest("\n".join(outputs))
 
 
@@ -192,7 +192,11 @@ def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:
     if not _compiles("#include <filesystem>", compiler, "-std=c++17"):
         yield f"{compiler} is no C++17 compiler: apt-get install g++."
     cmake = shutil.which("cmake", path=path)
-    version = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=False).stdout if cmake else ""
+    version = (
+        subprocess.run([cmake, "--version"], capture_output=True, text=True, errors="replace", check=False).stdout
+        if cmake
+        else ""
+    )
     if not re.search(r"version 3\.", version):
         first_line = version.splitlines()[0] if version else "none"
         yield f"expected cmake 3.26 or later, before 4; found {first_line}: pip install 'horovod_train[build]'."
@@ -221,7 +225,9 @@ def _missing_gpu_tools(environment: Mapping[str, str], compiler: str) -> Iterato
 def _compiles(source: str, compiler: str, *options: str) -> bool:
     command = [compiler, *options, "-x", "c++", "-fsyntax-only", "-"]
     try:
-        return not subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode
+        return not subprocess.run(
+            command, input=source, text=True, errors="replace", capture_output=True, check=False
+        ).returncode
     except OSError:
         return False
 
@@ -291,5 +297,5 @@ def _install(folder: Path, mpi: str) -> str:
 
 def _problem(command: list[str]) -> str:
     """Return the last line of a program that fails; "" if it succeeds."""
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     return (completed.stderr.strip().splitlines() or ["no message"])[-1] if completed.returncode else ""

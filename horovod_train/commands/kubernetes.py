@@ -35,6 +35,7 @@ from horovod_train.commands.cli import (
     require_resume,
 )
 from horovod_train.config.rules import resolve
+from horovod_train.distributed.launch import hosts
 from horovod_train.distributed.launch.conventions import JOB, PORT, ROOT, SIZE
 from horovod_train.distributed.launch.launcher import TOKEN
 from horovod_train.errors import START_AGAIN, STOPPED, RanksDisagree, UserError, reading
@@ -46,6 +47,8 @@ MEET_WITHIN_S = 1800
 """How long ranks wait for a pod that Kubernetes starts elsewhere: its host may have to fetch an image of some GB."""
 SSHD_HOME, SSHD_USER = "/home/mpi", 1000
 """Of the Dockerfile's sshd, which runs without root."""
+RANKS_HAVE_ENDED = f"while grep -qs '[{hosts.__name__[0]}]{hosts.__name__[1:]}' /proc/[0-9]*/cmdline; do sleep 1; done"
+"""For the shell of a worker: waits for the agent of its ranks, of which only sshd is a parent. Does not find itself."""
 MAX_CONFIG_BYTES = 1 << 20
 """The limit of a ConfigMap."""
 _name = like(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "lowercase letters, digits and -, at most 52")
@@ -256,6 +259,8 @@ def mpi_job(job: Job) -> list[Manifest]:
     # The launcher trains nothing: it waits for the workers.
     launcher = _pod(job, [*command, *job.arguments], [], is_worker=False)
     worker = _pod(job, ["/usr/sbin/sshd", "-De", "-f", f"{SSHD_HOME}/.sshd_config"], [])
+    # Its ranks are killed when sshd has ended, as it does at SIGTERM; the launcher, which ends too, asks them to save.
+    worker["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", RANKS_HAVE_ENDED]}}}
     for pod in (launcher, worker):
         pod["securityContext"] = {"runAsUser": SSHD_USER, "fsGroup": SSHD_USER}
     spec = {

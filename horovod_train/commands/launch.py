@@ -35,6 +35,7 @@ from horovod_train.distributed.launch.hosts import Host
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
 from horovod_train.distributed.launch.started_ranks import (
+    CANNOT_RUN,
     SAVE_WITHIN_S,
     Ended,
     StartedRanks,
@@ -48,7 +49,7 @@ from horovod_train.distributed.launch.started_ranks import (
 )
 from horovod_train.errors import SAVED, START_AGAIN, InUse, UserError
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import read_json
+from horovod_train.output.files import Lines, read_json
 from horovod_train.output.rank_log import launch_log, now
 from horovod_train.shown_text import printable, without_secrets
 
@@ -111,23 +112,23 @@ def run(arguments: argparse.Namespace) -> int:
     over_ssh = arguments.hosts is not None or arguments.host_discovery is not None
     if started_by.launcher != "none" or not over_ssh:  # else it need not be started as the scheduler plans
         started_by.check()
+    program = _program(arguments)
     # A SLURM step of one task is a shell in an allocation.
     meeting = None if started_by.step is None or started_by.step.is_slurm_step else started_by.step
     if meeting is not None and meeting.is_one_a_host and meeting.launcher != "launch":
-        plan = _plan_of_member(arguments, meeting, _program(arguments).gpus_per_rank)
+        plan = _plan_of_member(arguments, meeting, program)
     elif started_by.size > 1 or meeting is not None:
         raise UserError(
             f"launch: {started_by.launcher} has started {started_by.size} of it, and each would start ranks. Start the "
             "training without launch, or one launch without a launcher."
         )
     elif over_ssh:
-        plan = _plan_of_hosts(arguments)
+        plan = _plan_of_hosts(arguments, program)
     else:
         plan = _plan_of_this_host(arguments)
     min_np = arguments.min_np or plan.ranks
     if min_np > plan.ranks:
         raise UserError(f"launch: --min-np must be at most -np, {plan.ranks}; received {min_np}.")
-    program = _program(arguments)
     if arguments.dry_run:
         to_stdout(shlex.join([*plan.shown, *program.first]))
         return 0
@@ -180,14 +181,14 @@ def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
     return Plan(arguments.np, how, begin, is_here=True)
 
 
-def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting, gpus_per_rank: int) -> Plan:
+def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting, program: Program) -> Plan:
     """Return the plan where something else has started one launch on each host, which starts that host's ranks."""
     if arguments.hosts is not None or arguments.host_discovery is not None or arguments.over == "mpi":
         raise UserError(
             f"launch: {meeting.launcher} has started {meeting.size} of it, and each starts the ranks of its own host, "
             "which meet over gloo: leave out -H, --host-discovery and --over mpi."
         )
-    slots = arguments.slots or len(list_gpus()) // gpus_per_rank or 1
+    slots = arguments.slots or len(list_gpus()) // program.gpus_per_rank or 1
     ranks = slots * meeting.size
     if (arguments.np or ranks) != ranks or (arguments.min_np or ranks) != ranks:
         raise UserError(
@@ -203,7 +204,7 @@ def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting, gpus_per_ra
     return Plan(ranks, how, begin)
 
 
-def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
+def _plan_of_hosts(arguments: argparse.Namespace, program: Program) -> Plan:
     if arguments.over == "mpi":
         raise UserError("launch: ranks on several hosts meet over gloo or NCCL; leave out --over mpi, or use mpirun.")
     slots = arguments.slots or 1
@@ -235,7 +236,7 @@ def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
             raise NotEnough(f"the hosts that answer have room for {room} rank(s), and at least {least} must start")
         if room < most:
             to_stderr(f"launch: {room} rank(s) in place of {most}, which is what the hosts that answer have room for")
-        return hosts.start_on_hosts(shares, words)
+        return hosts.start_on_hosts(shares, words, end_together=program.is_trainer)
 
     named = ", ".join(f"{host.name}:{host.slots}" for host in found)
     may_join = arguments.host_discovery is not None
@@ -243,7 +244,7 @@ def _plan_of_hosts(arguments: argparse.Namespace) -> Plan:
 
 
 class Program(NamedTuple):
-    """What each rank runs: at the first start, and at later ones."""
+    """What each rank runs: until a run has begun, and once it has saved."""
 
     first: list[str]
     later: list[str]
@@ -278,11 +279,18 @@ def _program(arguments: argparse.Namespace) -> Program:
     config, _ = load_config(parsed)
     command = [sys.executable, "-m", "horovod_train.main", *words]
     resume = parsed.resume or config.checkpoint.resume
-    # A run that was to begin anew has begun; what it has saved since is its own.
+    # What a run that was to begin anew has saved is its own, and is resumed.
     later = [*command, "--resume", "auto"] if resume == "never" else command
     run_dir = Path(config.output_dir) if config.output_dir else None
     cut_off_s = config.watch.first_step_after_s if config.watch.enabled else CUT_OFF_S
     return Program(command, later, run_dir, cut_off_s, config.device.per_rank, is_trainer=True)
+
+
+class _Log(Lines):
+    """Waits for a folder to write to, and for a disk that has room."""
+
+    def report(self, level: int, text: str) -> None:
+        """A rank says so."""
 
 
 @dataclass
@@ -301,9 +309,11 @@ class Supervisor:
     _had_directory: bool = False
     """Whether the run directory has been seen."""
     _is_over: threading.Event = field(default_factory=threading.Event)
-    _unlogged: list[str] = field(default_factory=list)
-    """What was said before there was a log to write it to."""
     _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        run_dir = self.program.run_dir
+        self._log = None if run_dir is None else _Log(launch_log(run_dir))
 
     def run(self) -> int:
         for number in STOP_SIGNALS:
@@ -317,11 +327,13 @@ class Supervisor:
 
     def _run(self) -> int:
         restarts, in_vain, waits, newest = 0, 0, 0, self._newest()
-        has_run, in_use_since = False, math.inf
+        at_first, has_run, in_use_since = newest, False, math.inf
         while True:
             origin = "" if newest is None else f"; newest checkpoint: step {newest}"
             self._say(f"start {restarts + 1} of at most {self.max_restarts + 1}: {self.ranks} rank(s){origin}")
-            verdict, seconds, lost = self._start(is_first=not has_run)
+            has_saved = at_first is None and newest is not None
+            command = self.program.later if has_saved else self.program.first
+            verdict, seconds, lost = self._start(command, is_first=not has_run)
             after = f"{verdict.why}, after {seconds:.0f} s"
             if verdict.follows == "done":
                 self._say(after)
@@ -355,15 +367,14 @@ class Supervisor:
                 self._say(f"stopped: asked by {signal_name(self._asked_by)} between two starts")
                 return START_AGAIN
 
-    def _start(self, *, is_first: bool) -> tuple[Verdict, float, int]:
+    def _start(self, command: list[str], *, is_first: bool) -> tuple[Verdict, float, int]:
         """Start the ranks and wait; return what follows, after how many seconds, and how many ranks were lost.
 
-        0 are lost if the hosts had no room to start, the run directory was in use, or it is gone, so that the run would
+        0 are lost if there was no room to start, the run directory was in use, or it is gone, so that the run would
         begin anew, as on the disk below a mount that is lost.
         """
         if gone := self._gone():
             return Verdict("again", 1, f"{gone}; no ranks are started"), 0.0, 0
-        command = self.program.first if is_first else self.program.later
         try:
             self._started = self.plan.start(command, self.ranks, self.min_ranks)
         except NotEnough as error:
@@ -371,9 +382,10 @@ class Supervisor:
                 raise UserError(f"launch: {error}.") from error
             return Verdict("again", 1, str(error)), 0.0, 0
         except OSError as error:
-            raise UserError(
-                f"launch: {command[0]}: {error.strerror}. Name a program that each rank can run."
-            ) from error
+            if is_first and error.errno in CANNOT_RUN:
+                problem = f"launch: {command[0]}: {error.strerror}. Name a program that each rank can run."
+                raise UserError(problem) from error
+            return Verdict("again", 1, f"{command[0]} cannot be started: {error.strerror}"), 0.0, 0
         try:
             if self._asked_by:  # while the ranks were being started
                 self._started.send(self._asked_by)
@@ -439,8 +451,10 @@ class Supervisor:
     def _keep_looking(self) -> None:
         """Look while ranks run too: where the directory goes, and they with it, it is too late afterwards."""
         looked_at = time.monotonic()
-        while not self._is_over.wait(LOG_EVERY_S if self._unlogged else LOOK_EVERY_S):
-            self._write_log()
+        while not self._is_over.wait(LOG_EVERY_S if self._log and self._log.has_pending else LOOK_EVERY_S):
+            if self._log:
+                with self._writing:
+                    self._log.flush()
             if time.monotonic() - looked_at >= LOOK_EVERY_S:
                 looked_at = time.monotonic()
                 self._newest()
@@ -448,22 +462,9 @@ class Supervisor:
     def _say(self, text: str) -> None:
         """Say it to the user, and to explain and report, once the run has a folder for its logs."""
         to_stderr(f"launch: {text}")
-        if self.program.run_dir is None:
-            return
-        with self._writing:
-            self._unlogged.append(f"{now()} launch: {printable(without_secrets(text))}\n")
-        self._write_log()
-
-    def _write_log(self) -> None:
-        with self._writing:
-            if self.program.run_dir is None or not self._unlogged:
-                return
-            try:
-                with launch_log(self.program.run_dir).open("a", encoding="utf-8") as file:
-                    file.writelines(self._unlogged)
-            except OSError:  # no folder yet, or none that can be written: a rank says so
-                return
-            self._unlogged.clear()
+        if self._log:
+            with self._writing:
+                self._log.append(f"{now()} launch: {printable(without_secrets(text))}")
 
     def _stop(self, why: str, code: int) -> int:
         self._say(f"stopped: {why}{'' if code in SAVED else self._hint()}")

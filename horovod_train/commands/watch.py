@@ -32,7 +32,7 @@ from rich.text import Text
 from horovod_train.commands.cli import open_screen, require_run
 from horovod_train.commands.explain import explain, read_launched, starts_again, was_launched
 from horovod_train.errors import UserError
-from horovod_train.output.console import plain
+from horovod_train.output.console import has_reader, plain
 from horovod_train.output.files import open_regular
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import MOST_DRAWN, Row, metrics_in, objects_in
@@ -94,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
             for look in follower.looks(arguments.every):
                 for line in news(before, look):
                     screen.print(line, markup=False)
+                if not has_reader():
+                    return 0
                 before = look
     except KeyboardInterrupt:  # how one stops looking
         return 0

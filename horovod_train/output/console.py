@@ -61,6 +61,7 @@ class _Unfailing:
         self.stream = stream
         self.failure = ""
         """Why text was lost; "" if none was, or only because the reader has closed its end."""
+        self.has_reader = True
 
     def write(self, text: str) -> int:
         with self._noting():
@@ -82,7 +83,9 @@ class _Unfailing:
         except ValueError:  # closed
             pass
         except OSError as error:
-            if error.errno != errno.EPIPE:
+            if error.errno == errno.EPIPE:
+                self.has_reader = False
+            else:
                 self.failure = self.failure or str(error.strerror)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -119,6 +122,11 @@ def make_streams_unfailing() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
+
+
+def has_reader() -> bool:
+    """Return whether somebody may still read standard output: not once `head` has seen enough."""
+    return not isinstance(sys.stdout, _Unfailing) or sys.stdout.has_reader
 
 
 def check_written() -> None:

@@ -262,6 +262,11 @@ class Appender:
         self._cut_at: int | None = None
         """Offset at which a failed write began, until its partial data has been cut off."""
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether pieces are in memory that the file has not."""
+        return bool(self._pending)
+
     def add(self, piece: bytes) -> None:
         self._pending.append(piece)
         self._size += len(piece)

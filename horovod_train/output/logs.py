@@ -10,9 +10,8 @@ import gc
 import importlib
 import logging
 import os
-import re
+import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -27,8 +26,9 @@ PHASE, SLOW = {"kind": "phase"}, {"kind": "slow"}
 _PACKAGE = logging.getLogger("horovod_train")
 _FORMATTER = logging.Formatter()
 _PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
-_NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
-_NO_DRIVER = re.compile(r".*failed call to cuInit")
+_NOISE = "^(WARNING: All log messages before absl|I0000 |To enable the following instructions)"
+_NO_DRIVER = "failed call to cuInit"
+"""An error where there is a device file, and so a GPU."""
 _SPARED = ("sklearn", "matplotlib")
 """Libraries that Keras imports if installed, only for wrappers and plots: a third of the start time of a rank."""
 
@@ -178,19 +178,25 @@ def _without_collecting_garbage() -> Iterator[None]:
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """Hold back what C++ writes to file descriptor 2; then forward everything but noise."""
-    stderr = unfailing(sys.stderr)
-    stderr.flush()
+    """Leave noise out of what C++ writes to file descriptor 2. Another process does it: this one may abort inside."""
+    noise = [_NOISE] if sees_gpu() else [_NOISE, _NO_DRIVER]
+    unfailing(sys.stderr).flush()
     stderr_copy = os.dup(2)
-    with tempfile.TemporaryFile() as captured:
-        os.dup2(captured.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr_copy, 2)
-            os.close(stderr_copy)
-            captured.seek(0)
-            for line in captured.read().decode(errors="replace").splitlines(keepends=True):
-                # Without a device file there is no GPU; with one, the user must see a driver that fails.
-                if not _NOISE.match(line) and (sees_gpu() or not _NO_DRIVER.match(line)):
-                    stderr.write(line)
+    # A session of its own, so that Ctrl-C leaves it what was written before.
+    command = ["grep", "-avE", *(word for pattern in noise for word in ("-e", pattern))]
+    try:
+        grep = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stderr_copy, start_new_session=True)
+    except OSError:  # then all is shown
+        os.close(stderr_copy)
+        yield
+        return
+    assert grep.stdin is not None
+    os.dup2(grep.stdin.fileno(), 2)
+    grep.stdin.close()
+    try:
+        yield
+    finally:
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
+        with suppress(subprocess.TimeoutExpired):  # a process that was started inside may keep its input open
+            grep.wait(1.0)

@@ -88,6 +88,9 @@ class FileRankLog(RankLog):
     what follows its "start" for that run's. From then on this one is as a log without a run directory.
     """
 
+    _enabled_it = False
+    """Whether faulthandler writes to the file of a log of this class."""
+
     def __init__(self, folder: Path, rank: int, host: str) -> None:
         self.name = f"{FOLDER}/rank-{rank}.log"
         self._about = {"rank": rank, "host": host, "pid": os.getpid()}
@@ -101,9 +104,11 @@ class FileRankLog(RankLog):
         """Up to where the file has been searched for starts."""
         self._starts = 0
         """This one, and those that have begun in the file since."""
-        self._catches_crashes = not faulthandler.is_enabled()  # as by PYTHONFAULTHANDLER, which shows the terminal
+        # PYTHONFAULTHANDLER has enabled it, and shows the terminal; or an earlier run of this process has.
+        self._catches_crashes = FileRankLog._enabled_it or not faulthandler.is_enabled()
         if self._catches_crashes:
             faulthandler.enable(self._stacks)  # a crash in C code has no exception
+            FileRankLog._enabled_it = True
         if is_cut_short(self._lines.path):
             self._lines.add(b"\n")
 

@@ -357,7 +357,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
     """Return what git prints; None if it fails or takes too long."""
     try:
         answer = subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=_GIT_WITHIN_S
+            ["git", "-C", folder, *arguments],
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_GIT_WITHIN_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -299,7 +299,13 @@ def _read_in_subprocess(files: Sequence[str]) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", __name__, *files]
     try:
         completed = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=READ_WITHIN_S, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+            timeout=READ_WITHIN_S,
+            stdin=subprocess.DEVNULL,
         )
         return json.loads(completed.stdout.splitlines()[-1]), ""
     except subprocess.TimeoutExpired:

@@ -8,6 +8,7 @@ command line, which other users can read. Imports neither Horovod nor TensorFlow
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from horovod_train.distributed.launch.conventions import is_loopback
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import named_gpus
 from horovod_train.distributed.launch.started_ranks import (
+    CANNOT_RUN,
     SAVE_WITHIN_S,
     SSH_LOST,
     Started,
@@ -92,7 +94,13 @@ def discover_hosts(script: str, slots: int) -> list[Host]:
     where = f"--host-discovery {script}"
     try:
         finished = subprocess.run(
-            [script], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DISCOVER_WITHIN_S, check=False
+            [script],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=DISCOVER_WITHIN_S,
+            check=False,
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -112,7 +120,13 @@ def address_of(name: str) -> str:
 
 def is_this_host(name: str) -> bool:
     name = address_of(name)
-    return is_loopback(name) or name in (socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn())
+    return is_loopback(name) or name in _own_names()
+
+
+@functools.cache  # a name server that does not answer takes seconds
+def _own_names() -> set[str]:
+    name = socket.gethostname()
+    return {name, name.partition(".")[0], socket.getfqdn()}
 
 
 def ask_hosts(hosts: Sequence[Host]) -> dict[str, str]:
@@ -126,6 +140,7 @@ def ask_hosts(hosts: Sequence[Host]) -> dict[str, str]:
                 [*SSH, host.name, "true"],
                 capture_output=True,
                 text=True,
+                errors="replace",
                 stdin=subprocess.DEVNULL,
                 timeout=ANSWER_WITHIN_S,
                 check=False,
@@ -154,20 +169,35 @@ def share_out(hosts: Sequence[Host], ranks: int) -> list[Share]:
     return shares
 
 
-def start_on_hosts(shares: Sequence[Share], program: Sequence[str]) -> StartedRanks:
-    """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths."""
+def start_on_hosts(shares: Sequence[Share], program: Sequence[str], *, end_together: bool) -> StartedRanks:
+    """Start the ranks of all hosts. Every host must see this folder and this Python under the same paths.
+
+    end_together: see StartedRanks.wait. Raises OSError.
+    """
     root = "localhost" if len(shares) == 1 else address_of(shares[0].host)
     meeting = new_meeting(sum(share.ranks for share in shares), root)
     environment = {name: value for name, value in os.environ.items() if _is_for_all_hosts(name, value)}
-    if "CUDA_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in environment and root != "localhost":
+    are_here = [is_this_host(share.host) for share in shares]
+    if "CUDA_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in environment and not all(are_here):
         to_stderr("launch: CUDA_VISIBLE_DEVICES names GPUs of this host, so the ranks of others do not get it")
-    started = []
-    for share in shares:
-        is_here = is_this_host(share.host)
-        agent = start(_agent() if is_here else [*SSH, share.host, _agent_over_ssh()], os.environ, is_agent=True)
-        order = {"meeting": meeting, "first": share.first, "ranks": share.ranks, "program": list(program)}
-        started.append(Started("host", share.host, agent))
-        started[-1].tell_agent(json.dumps(order if is_here else order | {"environment": environment}).encode())
+    started: list[Started] = []
+    try:
+        for share, is_here in zip(shares, are_here, strict=True):
+            agent = start(_agent() if is_here else [*SSH, share.host, _agent_over_ssh()], os.environ, is_agent=True)
+            order = {
+                "meeting": meeting,
+                "first": share.first,
+                "ranks": share.ranks,
+                "program": list(program),
+                "end_together": end_together,
+                "environment": {} if is_here else environment,
+            }
+            started.append(Started("host", share.host, agent))
+            started[-1].tell_agent(json.dumps(order).encode())
+    except OSError:
+        if started:
+            StartedRanks(started).kill()
+        raise
     return StartedRanks(started)
 
 
@@ -198,14 +228,14 @@ def run_agent() -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _let_launch_decide)
     order = json.loads(sys.stdin.readline())
-    os.environ.update(order.get("environment", {}))
+    os.environ.update(order["environment"])
     try:
         ranks = start_here(order["meeting"], order["first"], order["ranks"], order["program"])
     except OSError as error:
         to_stderr(f"error: {order['program'][0]}: {error.strerror} on {socket.gethostname()}.")
-        return UserError.exit_code
+        return UserError.exit_code if error.errno in CANNOT_RUN else 1
     threading.Thread(target=_pass_on, args=(ranks,), daemon=True).start()
-    code = judge(ranks.wait(), ranks.kind, asked_by=ranks.asked_by).code
+    code = judge(ranks.wait(end_together=order["end_together"]), ranks.kind, asked_by=ranks.asked_by).code
     return 1 if code == SSH_LOST else code  # ssh ends with that where it does not reach a host
 
 

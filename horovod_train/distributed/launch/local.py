@@ -191,7 +191,9 @@ def _ask_driver(*options: str) -> subprocess.CompletedProcess[str] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, check=False, timeout=20)
+        return subprocess.run(
+            ["nvidia-smi", *options], capture_output=True, text=True, errors="replace", check=False, timeout=20
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -238,6 +240,7 @@ def start_program(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=own_session,
     )
 

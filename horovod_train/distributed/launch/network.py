@@ -81,9 +81,16 @@ def choose_host(hosts: Sequence[str], interface_names: Sequence[str]) -> str:
     """
     if len(set(hosts)) == 1:
         return "127.0.0.1"
-    for name in interface_names:
-        if address := interfaces().get(name):
-            return address
+    known = interfaces()
+    named = [known[name] for name in interface_names if name in known]
+    if len(named) == 1:
+        return named[0]
+    # Of several, such as all but those that NCCL is to avoid, the one that leads to the others.
+    routed = _routed_address(hosts)
+    return routed if not named or routed in named else named[0]
+
+
+def _routed_address(hosts: Sequence[str]) -> str:
     hostname = socket.gethostname()
     for host in hosts:
         if host != hostname:

@@ -163,7 +163,7 @@ def root_has_failed(step: Meeting) -> bool:
     with suppress(RunError):
         deadline = time.monotonic() + key_value_store.ANSWER_WITHIN_S
         prepare_token(step)
-        root = _address_of_root(step)
+        root = _address_of_root(step, within_s=0.0)
         for port in _ports(step):
             if _is_root(root, port, step):
                 answer = key_value_store.ask(_with_key(root, port, step), port, "GET", "all")
@@ -377,12 +377,16 @@ def _is_root(host: str, port: int, step: Meeting) -> bool:
     return proof is not None and hmac.compare_digest(proof, proof_of_root(step.name, port, nonce).encode())
 
 
-def _address_of_root(step: Meeting) -> str:
-    """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
+def _address_of_root(step: Meeting, within_s: float | None = None) -> str:
+    """Return where root listens: loopback on one host, else the address of the first host as the others see it.
+
+    within_s: how long its name may be unknown; default: HOROVOD_START_TIMEOUT, or RESOLVE_WITHIN_S.
+    """
     if step.is_one_host:
         return "127.0.0.1"
     if step.root_is_looked_up:
-        return _resolve(step.root, step)
+        # A pod that waits for a node, perhaps for minutes, has no address yet: the manifest sets the variable.
+        return _resolve(step.root, step, _start_timeout_s(RESOLVE_WITHIN_S) if within_s is None else within_s)
     address = _address_of(step.root)
     if step.host == 0 and (address.startswith("127.") or network.interface_of(address) is None):
         # Many hosts resolve their own name to a loopback address.
@@ -405,10 +409,8 @@ def _own_address_towards(peer: str) -> str:
         ) from error
 
 
-def _resolve(host: str, step: Meeting) -> str:
+def _resolve(host: str, step: Meeting, within_s: float) -> str:
     """Return the IPv4 address of a host that may be known only in a while."""
-    # A pod that waits for a node, perhaps for minutes, has no address yet: the manifest sets the variable.
-    within_s = _start_timeout_s(RESOLVE_WITHIN_S)
     backoff = key_value_store.Backoff(step.size, time.monotonic() + within_s)
     while True:
         try:
@@ -438,7 +440,9 @@ def _address_of(host: str) -> str:
     with suppress(OSError):
         return socket.gethostbyname(host)
     with suppress(OSError, subprocess.SubprocessError):
-        scontrol = subprocess.run(["scontrol", "-o", "show", "node", host], capture_output=True, text=True, timeout=20)
+        scontrol = subprocess.run(
+            ["scontrol", "-o", "show", "node", host], capture_output=True, text=True, errors="replace", timeout=20
+        )
         if match := re.search(r"NodeAddr=(\S+)", scontrol.stdout):
             return socket.gethostbyname(match[1])
     raise RunError(f"{host}, the first host of this step, has no address that this host can find.")

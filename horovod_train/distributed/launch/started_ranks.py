@@ -8,6 +8,7 @@ see hosts. Does not start them again; see commands/launch. Imports neither Horov
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
 import secrets
@@ -34,6 +35,8 @@ Kind = Literal["rank", "mpirun", "host"]
 
 OTHERS_END_WITHIN_S = 30.0
 """How long ranks may take to notice that one has failed, and to end; then they are killed."""
+CANNOT_RUN = {errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.E2BIG}
+"""Why a program cannot be started here. Other errors may pass: too many processes, a file server that is away."""
 SSH_LOST = 255
 """What ssh ends with if it cannot reach the host, or reaches it no longer."""
 OTHERS_END_AFTER_LOSS_S = 5.0
@@ -170,8 +173,7 @@ class Started:
                 if self._number == signal.SIGKILL:  # also to a copy of mpirun: it would run on as a rank
                     self._told.add(rank)
                     self._send_to_each([rank], signal.SIGKILL)
-                    with suppress(ProcessLookupError):
-                        os.killpg(rank.pid, signal.SIGKILL)
+                    _kill_group(rank.pid)
                 elif _has_begun(rank, mpirun):
                     self._told.add(rank)
                     self._send_to_each(_that_may_end(rank.pid, self._number), self._number)
@@ -228,8 +230,7 @@ class Started:
 
     def _kill_group(self) -> None:
         if not self._is_over:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            _kill_group(self.process.pid)
 
 
 def _with_children_of_shells(leader: int) -> list[psutil.Process]:
@@ -283,11 +284,16 @@ def _has_begun(rank: psutil.Process, mpirun: psutil.Process) -> bool:
         return False
 
 
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def _members(group: int) -> list[psutil.Process]:
     """Return the processes of a group that run. Those that have ended may stay there: process 1 must collect them."""
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the latter of what runs as another user, such as by sudo
         return []
     members = []
     for number in psutil.pids():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from conftest import HANGS_AFTER_S
 
+from horovod_train.distributed.launch import hosts
 from horovod_train.main import main
 
 PROJECT = Path(__file__).parents[3]
@@ -62,6 +68,25 @@ def test_pods_of_an_mpijob_are_as_kubernetes_schemas_want_them(capsys: pytest.Ca
             "template": replicas["template"],
         }
         kubernetes_validate.validate(template, VERSION, strict=True)
+
+
+def test_a_worker_of_an_mpijob_ends_after_its_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Before SIGTERM reaches sshd, with which they would end."""
+    job = printed(capsys, "--mpijob")[-1]
+    worker = job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    command = worker["lifecycle"]["preStop"]["exec"]["command"]
+    (tmp_path / "sleep").write_text(f"#!/bin/sh\necho >> {tmp_path}/slept; exec /bin/sleep 0.01\n")
+    (tmp_path / "sleep").chmod(0o755)
+    program = ["python", "-c", "import sys; sys.stdin.read()", "-m", hosts.__name__]
+    agent = subprocess.Popen(program, executable=sys.executable, stdin=subprocess.PIPE)
+    waits = subprocess.Popen(command, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    until = time.monotonic() + HANGS_AFTER_S
+    while not (tmp_path / "slept").exists() or (tmp_path / "slept").stat().st_size < 3:
+        assert waits.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    agent.communicate()
+    assert waits.wait(HANGS_AFTER_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import re
 import shlex
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -33,11 +35,12 @@ from horovod_train.commands.launch import (
     _plan_of_this_host,
     _program,
 )
+from horovod_train.distributed.launch import hosts
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks, judge
-from horovod_train.errors import SAVED
+from horovod_train.errors import SAVED, UserError
 from horovod_train.main import main
 
 LAUNCH = [sys.executable, "-m", "horovod_train.main", "launch"]
@@ -119,13 +122,10 @@ def test_a_rank_that_is_cut_off_may_run_as_long_as_the_watch_lets_it(setting: st
 def test_a_directory_in_use_is_not_waited_for_before_ranks_have_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where hosts had no room at first; and the ranks get the command of a first start then."""
+    """Also where hosts had no room at first."""
     monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
     waiting = replace(PLAN, may_wait=True)
     assert supervise([None, OneStart(73, 73)], waiting, Program(["x"], ["later"], tmp_path)) == 73
-    commands: list[str] = []
-    supervise([None, OneStart(137, 0), OneStart(0, 0)], waiting, Program(["first"], ["later"], None), commands=commands)
-    assert commands == ["first", "first", "later"]
 
 
 @pytest.mark.parametrize(
@@ -332,6 +332,40 @@ def test_a_rank_that_ends_as_a_lost_host_would_is_none() -> None:
     assert "launch: stopped: a rank on localhost ended with exit code 1, after" in finished.stderr
 
 
+def test_a_rank_of_the_trainer_that_runs_on_is_ended_over_ssh_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the agent of its host, after a limit: the launch sees only agents."""
+    monkeypatch.setattr(hosts, "_agent", lambda: [sys.executable, "-c", AGENT_OF_A_SECOND])
+    program = ["sh", "-c", f"echo $$ > {tmp_path}/$HOROVOD_TRAIN_RANK; [ $HOROVOD_TRAIN_RANK = 0 ] || exec sleep 600"]
+    ranks = hosts.start_on_hosts([hosts.Share("localhost", 0, 2)], program, end_together=True)
+    assert ranks.wait(end_together=True).codes == {"localhost": 137}
+    assert not psutil.pid_exists(int((tmp_path / "1").read_text()))
+
+
+AGENT_OF_A_SECOND = """
+from horovod_train.distributed.launch import hosts, started_ranks
+started_ranks.SAVE_WITHIN_S = 1.0
+raise SystemExit(hosts.run_agent())
+"""
+
+
+@pytest.mark.parametrize(("host", "says"), [("n2", True), ("localhost", False)])
+def test_gpus_that_are_hidden_here_alone_are_said(tmp_path: Path, host: str, says: bool) -> None:
+    environment = with_other_hosts(tmp_path) | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    finished = run_process([*LAUNCH, "-H", f"{host}:1", "--", "true"], environment=environment)
+    assert finished.returncode == 0, finished.text
+    assert ("CUDA_VISIBLE_DEVICES names GPUs of this host" in finished.stderr) == says
+
+
+def test_a_host_that_answers_in_another_encoding_is_named(tmp_path: Path) -> None:
+    environment = with_other_hosts(tmp_path)
+    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf 'h\\364te inconnu\\n' >&2; exit 255\n")
+    finished = run_process([*LAUNCH, "-H", "n2:1", "--", "true"], environment=environment)
+    assert (finished.returncode, finished.stderr.count("Traceback")) == (2, 0), finished.text
+    assert "n2 is left out, because it does not answer: h" in finished.stderr
+
+
 def test_a_directory_in_use_is_one_over_ssh_too(tmp_path: Path) -> None:
     """Whichever rank of a host ends first."""
     program = '[ "$HOROVOD_TRAIN_RANK" = 0 ] || exit 1; sleep 1; exit 73'
@@ -523,16 +557,10 @@ def supervise(
     program: Program,
     *,
     max_restarts: int = 100,
-    commands: list[str] | None = None,
 ) -> int:
-    """The exit code of a launch of two ranks. room: its starts in turn; None: the hosts have no room.
+    """The exit code of a launch of two ranks. room: its starts in turn; None: the hosts have no room."""
 
-    commands: gets the program of each start.
-    """
-
-    def start(words: Sequence[str], *_: object) -> OneStart:
-        if commands is not None:
-            commands.extend(words)
+    def start(*_: object) -> OneStart:
         if (found := room.pop(0)) is None:
             raise NotEnough("no room")
         return found
@@ -647,6 +675,75 @@ def test_a_run_that_was_to_begin_anew_resumes_from_its_second_start_on(words: li
     assert program.later == [*program.first, *added]
 
 
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_a_run_that_was_to_begin_anew_does_so_until_it_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_before: bool
+) -> None:
+    """Its first start may be lost before it has begun, and checkpoints that were there are another run's."""
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    folder, commands = tmp_path / "checkpoints", list[str]()
+    if saved_before:
+        (folder / "step-000000001").mkdir(parents=True)
+
+    def start(words: Sequence[str], *_: object) -> OneStart:
+        commands.extend(words)
+        if len(commands) == 2:
+            (folder / "step-000000002").mkdir(parents=True)
+        return OneStart(1, 1) if len(commands) < 3 else OneStart(0, 0)
+
+    assert supervise_by(start, PLAN, Program(["first"], ["later"], tmp_path)) == 0
+    assert commands == ["first", "first", "first" if saved_before else "later"]
+
+
+@pytest.mark.parametrize(
+    ("number", "fails_first", "code", "starts"),
+    [(errno.EAGAIN, True, 0, 2), (errno.ENOENT, False, 0, 3), (errno.ENOENT, True, 2, 1)],
+)
+def test_a_program_that_cannot_be_started_now_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails_first: bool, code: int, starts: int
+) -> None:
+    """Unless it never could: there may be too many processes, or the file server of the interpreter is away."""
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    results: list[OneStart | OSError] = [OSError(number, "no"), OneStart(0, 0)]
+    if not fails_first:
+        results.insert(0, OneStart(137, 0))
+    count = 0
+
+    def start(*_: object) -> OneStart:
+        nonlocal count
+        result = results[count]
+        count += 1
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    try:
+        ended = supervise_by(start, PLAN, Program(["x"], ["x"], tmp_path))
+    except UserError as error:
+        ended = error.exit_code
+    assert (ended, count) == (code, starts)
+
+
+def test_a_full_disk_leaves_the_log_whole(full_disk: Path) -> None:
+    """Which often is what has ended the ranks. What could not be written comes once there is room."""
+    log, filler = full_disk / "logs" / "launch.log", full_disk / "filler"
+    log.parent.mkdir()
+    log.write_text("-" * (mmap.PAGESIZE - 30) + "\n")  # of a line that follows, the beginning has room
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(mmap.PAGESIZE))
+    codes = [(137, 0), (0, 0)]
+
+    def start(*_: object) -> OneStart:
+        if len(codes) == 1:
+            filler.unlink()
+        return OneStart(*codes.pop(0))
+
+    assert supervise_by(start, PLAN, Program(["x"], ["x"], full_disk)) == 0
+    said = [line.partition(" launch: ")[2] for line in log.read_text().splitlines()[1:]]
+    assert [line[:14] for line in said] == ["start 1 of at ", "rank 0 was kil", "start 2 of at ", "done, after 1 "]
+
+
 def test_a_file_system_that_does_not_answer_when_ranks_have_ended_ends_no_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -686,4 +783,4 @@ def test_a_host_that_starts_launch_has_a_rank_for_the_gpus_that_a_rank_takes(
         words=words, run_dir=None, hosts=None, host_discovery=None, over="auto", slots=None, np=None, min_np=None
     )
     meeting = cast(Meeting, Namespace(launcher="an Indexed Job", size=2, rank=0))
-    assert _plan_of_member(arguments, meeting, _program(arguments).gpus_per_rank).ranks == 2 * ranks
+    assert _plan_of_member(arguments, meeting, _program(arguments)).ranks == 2 * ranks

@@ -482,6 +482,16 @@ def test_the_page_tells_what_the_audit_found(tmp_path: Path) -> None:
     assert wrong.audit in build_page([wrong])
 
 
+def test_code_below_a_folder_of_any_name_is_described(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path / "caf") + b"\xe9"))
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", folder, *name, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    found = describe_commit(folder)
+    assert found
+    assert found.endswith("/caf\\xe9")
+
+
 def test_the_page_tells_which_commits_ran(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path / "code"], check=True)
     assert describe_commit(tmp_path / "code") is None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_process, started, without_tensorflow
+from conftest import HANGS_AFTER_S, run_process, started, without_tensorflow
 
 from horovod_train.commands import watch
 from horovod_train.commands.cli import open_screen
@@ -343,6 +343,16 @@ def test_lines_come_while_it_trains_until_it_ends(run: Run) -> None:
         assert process.wait() == 0
     assert "rank 3 (node1): done, exit code 0" in rest
     assert f"{run.folder}: finished after 60 steps" in rest
+
+
+def test_it_ends_when_nobody_reads_any_more(run: Run) -> None:
+    """As after `| head -1`, while the run goes on."""
+    with watching(run.folder) as process:
+        assert process.stdout
+        process.stdout.readline()
+        process.stdout.close()
+        run.train(10)
+        assert process.wait(HANGS_AFTER_S) == 0
 
 
 def test_a_terminal_is_drawn_again(run: Run) -> None:

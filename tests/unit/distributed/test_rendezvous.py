@@ -17,7 +17,7 @@ import psutil
 import pytest
 from strangers import messages
 
-from horovod_train.distributed.launch import key_value_store, network, rendezvous_server
+from horovod_train.distributed.launch import key_value_store, network, rendezvous, rendezvous_server
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import TOKEN
 from horovod_train.distributed.launch.rendezvous import (
@@ -28,6 +28,7 @@ from horovod_train.distributed.launch.rendezvous import (
     _is_root,
     _report,
     find_places,
+    root_has_failed,
 )
 from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, NEWS_BYTES, Relay, StepServer
 from horovod_train.errors import RunError
@@ -318,6 +319,21 @@ def test_a_host_without_a_route_takes_the_interface_that_the_user_names(monkeypa
     step = step_on(("127.0.1.1", ELSEWHERE), 0)
     assert _address_of_root(step) == "10.0.0.7"
     assert _choose_interface(step, "10.0.0.7") == "ib0"
+
+
+def test_whether_root_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its pod has no address, for which ranks wait half an hour."""
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1800")
+    monkeypatch.setattr(rendezvous, "prepare_token", lambda step: None)
+    asked: list[str] = []
+
+    def unknown(name: str) -> str:
+        asked.append(name)
+        raise OSError(errno.EAGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert not root_has_failed(Meeting("an Indexed Job", 1, 2, "run-0.run", 29400, "run"))
+    assert asked == ["run-0.run"]
 
 
 def test_the_queue_of_ranks_that_connect_is_long() -> None:

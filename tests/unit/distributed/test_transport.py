@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 from strangers import messages
 
+from horovod_train.distributed.launch import network
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
 from horovod_train.distributed.watchdog import transport
 from horovod_train.distributed.watchdog.transport import ADMITTED, HELLO, Address, Lost, Received, Server, connect
@@ -300,6 +301,16 @@ def test_ranks_of_several_hosts_connect_where_they_exchange() -> None:
     assert choose_host(["a", "b"], ["ib0", "lo"]) == "127.0.0.1"
     # Without a known interface: the address from which this host reaches another.
     assert choose_host([socket.gethostname(), "127.0.0.2"], []) == "127.0.0.1"
+
+
+def test_of_several_interfaces_the_one_that_leads_to_the_others_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with NCCL_SOCKET_IFNAME=^docker0: the first may lead nowhere."""
+    routed = {"a": "10.0.0.1", "b": "10.0.0.1"}
+    monkeypatch.setattr(network, "interfaces", lambda: {"usb0": "169.254.3.1", "eth0": "10.0.0.1"})
+    monkeypatch.setattr(network, "local_address_towards", routed.__getitem__)
+    assert choose_host(["a", "b"], ["usb0", "eth0"]) == "10.0.0.1"
+    routed["a"] = "172.17.0.1"  # of an interface that is to be avoided
+    assert choose_host(["a", "b"], ["usb0", "eth0"]) == "169.254.3.1"
 
 
 KNOWN = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1", "docker0": "172.17.0.1", "ib0": "10.2.0.1"}

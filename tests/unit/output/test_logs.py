@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,6 +179,18 @@ print(load_digits().data.shape)
     assert plain.stdout.strip() == "True", plain.text
 
 
+def test_the_last_words_of_c_are_shown_and_noise_is_not(tmp_path: Path) -> None:
+    """As when TensorFlow aborts on a processor that lacks AVX, while it is imported."""
+    (tmp_path / "tensorflow.py").write_text(
+        "import os\nos.write(2, b'I0000 noise\\nbuilt for instructions\\377 that this CPU lacks\\n')\nos.abort()\n"
+    )
+    script = "from horovod_train.output import logs; logs.load_tensorflow()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, check=False)
+    assert finished.returncode == -signal.SIGABRT
+    assert finished.stderr == b"built for instructions\377 that this CPU lacks\n"
+
+
 @pytest.mark.parametrize(("on_cpu", "hidden"), [(True, [([], "GPU")]), (False, [])])
 def test_commands_on_the_cpu_take_no_gpu(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, hidden: list[tuple[list[str], str]]
@@ -242,6 +255,26 @@ def test_a_run_that_another_has_followed_in_its_directory_writes_no_more(
     assert "most recent call first" in capfd.readouterr().err
     other.write("phase", "train after step 9")
     assert [entry.text for entry in read_stories(tmp_path)[rank].find("phase")] == ["train after step 9"]
+
+
+def test_a_crash_of_the_second_run_of_a_process_is_in_its_own_log(tmp_path: Path) -> None:
+    script = f"""
+import faulthandler
+from pathlib import Path
+from horovod_train.output.rank_log import make_folder, open_rank_log
+for folder in (Path({str(tmp_path)!r}, "a"), Path({str(tmp_path)!r}, "b")):
+    folder.mkdir()
+    make_folder(folder)
+    open_rank_log(folder, 0, "here", start_text="begins").end("done", 0)
+faulthandler._sigabrt()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
+    finished = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
+    assert finished.returncode == -signal.SIGABRT
+    shows = [
+        "Fatal Python error: Aborted" in (tmp_path / name / "logs" / "rank-0.log").read_text() for name in ("a", "b")
+    ]
+    assert shows == [False, True]
 
 
 def test_no_password_reaches_the_logs(tmp_path: Path) -> None:

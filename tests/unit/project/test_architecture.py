@@ -198,6 +198,14 @@ UNPICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 LOWERCASE_MPI = {"send", "recv", "bcast", "gather", "allgather", "scatter", "alltoall", "reduce", "allreduce"}
 
 
+def test_what_other_programs_print_may_have_any_encoding() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for call in (node for node in nodes(path) if isinstance(node, ast.Call)):
+            words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            if words.get("text") == "True" and "subprocess" in ast.unparse(call.func):
+                assert "errors" in words, f"{where(path)}:{call.lineno}"
+
+
 def test_nothing_is_unpickled() -> None:
     """To unpickle is to run the sender's code. Horovod's exchanges of objects unpickle, and mpi4py's lowercase ones."""
     for path in FILES:
