@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import re
@@ -91,10 +92,47 @@ _PASSING = {
 """What file systems over a network give while their server does not answer."""
 
 
+_PASSING_NAMES = {
+    *("HTTPClientError", "ConnectionError", "ResponseParserError"),  # botocore; the second of requests, too
+    *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),  # aiohttp
+    *("HttpError", "TransportError"),  # gcsfs, google.auth; the second of httpx, too
+    *("Timeout", "ReadTimeout", "ConnectTimeout", "ChunkedEncodingError"),  # requests
+    *("MaxRetryError", "ProtocolError", "ReadTimeoutError"),  # urllib3
+    *("URLError", "IncompleteRead"),  # urllib, http
+    *("TimeoutError", "IncompleteReadError"),  # asyncio
+}
+"""Names of classes of errors that may pass. Names, because their packages need not be installed."""
+_PASSING_ANSWERS = {408, 425, 429}
+"""Of the answers of HTTP from 400 to 499, the others of which say that the request is wrong."""
+
+
+def passes_by_name(error: BaseException) -> bool:
+    """Return whether an error is, by the name of its class, one of a network or a server."""
+    return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
+
+
+def _answer_of(error: BaseException) -> int | None:
+    """Return the number with which a server has answered, where clients of HTTP keep it."""
+    numbers = (getattr(error, "code", None), getattr(getattr(error, "response", None), "status_code", None))
+    return next((number for number in numbers if isinstance(number, int) and 400 <= number < 600), None)
+
+
 def unreadable(error: BaseException) -> type[RunError]:
     """Return the class of the error to raise for what cannot be read, by why it cannot: ReadFailed or UserError."""
-    may_pass = isinstance(error, TimeoutError | ConnectionError)
-    may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
+    if (answer := _answer_of(error)) is not None:
+        may_pass = answer >= 500 or answer in _PASSING_ANSWERS
+    else:
+        may_pass = isinstance(error, TimeoutError | ConnectionError) or passes_by_name(error)
+        may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
+    return ReadFailed if may_pass else UserError
+
+
+def unreadable_as_told(text: str) -> type[RunError]:
+    """Do as `unreadable` where an error of Python is known by its text alone: "ConnectionError: what it says"."""
+    name = text.partition(":")[0].rpartition(".")[2]
+    kind, number = getattr(builtins, name, None), re.search(r"\[Errno (\d+)\]", text)
+    may_pass = name in _PASSING_NAMES or (number is not None and int(number[1]) in _PASSING)
+    may_pass = may_pass or (isinstance(kind, type) and issubclass(kind, TimeoutError | ConnectionError))
     return ReadFailed if may_pass else UserError
 
 

@@ -88,6 +88,14 @@ class Quits:
         self._state.write_text("closed")
 
 
+class Halves:
+    """Lacks two methods of a writer of metrics."""
+
+    def __init__(self, directory: Path) -> None: ...
+
+    def write(self, step: int, epoch: int, split: str, values: object) -> None: ...
+
+
 class Steps:
     """Metrics of which the steps go to a file, and a word once it is closed."""
 
@@ -134,6 +142,8 @@ stop_at_17 = at([17], lambda run, step: StopReason("that is enough", restartable
 never = every(0, note)
 at_no_time = every(None, note)
 at_another_end = every(None, note, at_end="finish")
+twice_in_five = every(2.5, note)  # type: ignore[arg-type]
+at_a_half = at([7.0], note)  # type: ignore[list-item]
 not_a_function = 3
 
 

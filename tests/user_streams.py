@@ -97,6 +97,12 @@ def broken(rank: int, size: int, epoch: int, seed: int, training: bool, how: str
         yield from map(record, range(20))
         raise ValueError(f"page 21 of {epoch} is torn")
 
+    def cut_off() -> Iterator[tuple[np.ndarray, int]]:
+        yield from map(record, range(20))
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    if how == "cut off" and epoch:
+        return tf.data.Dataset.from_generator(cut_off, output_signature=SPEC)
     if how == "raises":
         raise RuntimeError("no connection")
     if how == "torn" and epoch:
@@ -108,6 +114,7 @@ def broken(rank: int, size: int, epoch: int, seed: int, training: bool, how: str
         "empty": rows([]),
         "other": rows([1]) if epoch == 0 else tf.data.Dataset.range(3).map(lambda n: (n, n)),
         "torn": rows(list(range(30))),
+        "cut off": rows(list(range(30))),
         "weights": rows([1]).map(lambda x, y: (x, y, x)),
         "none": None,
     }[how]

@@ -32,7 +32,7 @@ from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 from horovod_train.output.files import Artifact, begins, each_line, read_json
-from horovod_train.output.metrics import MOST_DRAWN, Row, metrics_in
+from horovod_train.output.metrics import FIGURES, MOST_DRAWN, Row, metrics_in
 from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root, stamp
 from horovod_train.output.tensorboard import Costs, find_profiles, read_profiles
 from horovod_train.shown_text import printable, without_secrets
@@ -208,9 +208,13 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     if not path.exists():
         return
     trained_from = [(start.from_step, start.begin) for start in starts if start.trained] or [(0, 0.0)]
+    current, seconds = 0, 0.0
     for row in metrics_in(each_line(path)):
-        begin = next((time for from_step, time in reversed(trained_from) if from_step < row.step), trained_from[0][1])
-        yield row._replace(seconds=begin + row.seconds)
+        # A start counts seconds from 0: at the step of its resume it may evaluate what a stop had interrupted.
+        made_up = row.step if row.seconds < seconds else row.step - 1
+        current = max(number for number, (step, _) in enumerate(trained_from) if number <= current or step <= made_up)
+        seconds = row.seconds
+        yield row._replace(seconds=trained_from[current][1] + seconds)
 
 
 # --- its curves -------------------------------------------------------------------------------------------------
@@ -221,22 +225,6 @@ MOST_POINTS = 1000
 A timeline has as many stretches; see `thin_phases`.
 """
 
-UNITS = {
-    "examples_per_s": "examples / s, all ranks",
-    "examples_per_s_per_rank": "examples / s, one rank",
-    "s_per_step": "seconds a step",
-    "input_share": "share of all ranks' time",
-    "compute_share": "share of all ranks' time",
-    "hook_share": "share of all ranks' time",
-    "exchange_share": "share of all ranks' time",
-    "own_s_per_step_min": "seconds a step, without the exchange",
-    "own_s_per_step_median": "seconds a step, without the exchange",
-    "own_s_per_step_max": "seconds a step, without the exchange",
-    "slowest_rank": "rank",
-    "save_blocked_s": "seconds that saving held up training",
-    "learning_rate": "learning rate",
-}
-"""Values that are no metrics of the model, with what their axis says."""
 _CURVES = 6
 _INK, _GRID = "#010101", "#020202"
 _VARIABLES = {_INK: "currentColor", _GRID: "var(--grid)"}
@@ -281,9 +269,10 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     unit, seconds = time_unit(max((row.seconds for run in runs for row in run.rows), default=0.0))
     by_time = f"{unit} since the first start"
     charts = []
-    for name in sorted(names, key=lambda name: name in UNITS):  # the model's first; else in their order
-        charts.append(Chart(f"{name} by step", "step", UNITS.get(name, name), list(_curves_of(runs, name, None))))
-        if name not in UNITS:
+    for name in sorted(names, key=lambda name: name in FIGURES):  # the model's first; else in their order
+        axis = FIGURES[name].unit if name in FIGURES else name
+        charts.append(Chart(f"{name} by step", "step", axis, list(_curves_of(runs, name, None))))
+        if name not in FIGURES:
             charts.append(Chart(f"{name} by time", by_time, name, list(_curves_of(runs, name, seconds))))
     return charts
 
@@ -486,7 +475,7 @@ def _curves(runs: Sequence[Run], drawer: Drawer) -> Iterator[str]:
         label = _text(f"{chart.name}: {len(chart.curves)} curves")
         caption = _text(chart.name)
         figure = f'<figure role="img" aria-label="{label}"><figcaption>{caption}</figcaption>{svg}</figure>'
-        figures[chart.name.removesuffix(" by step") in UNITS].append(figure)
+        figures[chart.name.removesuffix(" by step") in FIGURES].append(figure)
     yield f'<div class="charts">{"".join(figures[False])}</div>'
     if more := figures[True]:
         yield f"<details{'' if figures[False] else ' open'}><summary>Speed, time and rates: {len(more)}</summary>"
@@ -540,7 +529,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         rows = [row for row in run.rows if row.split == split]
         told = summary.get(split)
         last = told if told and isinstance(told, dict) else rows[-1].values if rows else {}
-        values = {name: value for name, value in last.items() if name not in UNITS}
+        values = {name: value for name, value in last.items() if name not in FIGURES}
         if values:
             yield f"last {split}", ", ".join(f"{name} {_value(value)}" for name, value in values.items())
 

@@ -35,7 +35,7 @@ from horovod_train.errors import UserError
 from horovod_train.output.console import has_reader, plain
 from horovod_train.output.files import open_regular
 from horovod_train.output.lease import STALE_S, read_lease
-from horovod_train.output.metrics import MOST_DRAWN, Row, metrics_in, objects_in
+from horovod_train.output.metrics import FIGURES, MOST_DRAWN, Row, metrics_in, objects_in
 from horovod_train.output.rank_log import (
     FOLDER,
     TROUBLE,
@@ -58,8 +58,6 @@ _LOG = re.compile(r"rank-(\d+)\.log")
 _BARS = "▁▂▃▄▅▆▇█"
 _CELLS = 24
 """Width of a curve, in characters."""
-_HIDDEN = ("_share", "own_s_per_step_", "slowest_rank", "s_per_step", "examples_per_s_per_rank")
-"""Parts of names of values that the verdict sums up, or that say what another one says."""
 _FIRST_ROWS = 10
 """How many lines of metrics a first look tells of."""
 _MOST_ROWS = 1000
@@ -492,7 +490,7 @@ def _line(row: Row, look: Look) -> str:
 
 
 def _visible_values(row: Row) -> dict[str, float | None]:
-    return {name: value for name, value in row.values.items() if not any(part in name for part in _HIDDEN)}
+    return {name: value for name, value in row.values.items() if name not in FIGURES or FIGURES[name].is_brief}
 
 
 def _value(value: float | None) -> str:

@@ -204,6 +204,16 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         ) from error
 
 
+def check_methods(built: Any, methods: Sequence[str], who: str) -> None:
+    """Raise UserError unless what a user's class has made has methods that can be called so, as "log(row)"."""
+    for method in methods:
+        name, _, arguments = method.rstrip(")").partition("(")
+        try:
+            inspect.signature(getattr(built, name)).bind(*filter(None, arguments.split(", ")))
+        except (AttributeError, TypeError) as error:
+            raise UserError(f"{who} must have {', '.join(methods[:-1])} and {methods[-1]}: {error}.") from error
+
+
 def check_numbers(spec: Spec, where: str) -> None:
     """Raise UserError for an option that is meant as a number and was read as text. A user's function may want text."""
     for name, value in spec.options.items() if ":" not in spec.name else ():

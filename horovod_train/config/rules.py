@@ -316,9 +316,9 @@ def resolve(config: Config, size: int, batch_before: int | None = None) -> Confi
             "Start fewer ranks or raise it."
         )
     per_rank = -(-batch // size)
-    if per_rank % config.train.accumulate_steps:
+    if per_rank < config.train.accumulate_steps:
         raise UserError(
-            f"train.accumulate_steps must divide the records of one rank's batch ({per_rank}); "
+            f"train.accumulate_steps must be at most the records of one rank's batch ({per_rank}); "
             f"received {config.train.accumulate_steps}."
         )
     data = dataclasses.replace(data, global_batch_size=batch, batch_size_per_rank=None)

@@ -34,7 +34,7 @@ from weakref import WeakSet
 from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
-from horovod_train.errors import ReadFailed, RunError, UserError, one_line, reading, unreadable
+from horovod_train.errors import ReadFailed, RunError, UserError, one_line, passes_by_name, reading, unreadable
 from horovod_train.output.logs import ANY_RANK
 
 _REMOTE_FILES = 32  # requested at the same time
@@ -66,14 +66,6 @@ _QUIET_S = 3.0
 """Shorter failures are not logged: servers fail now and then."""
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
-_PASSING_NAMES = {
-    *("HTTPClientError", "ConnectionError", "ResponseParserError"),  # botocore
-    *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),  # aiohttp
-    *("HttpError", "TransportError"),  # gcsfs, google.auth
-    "TimeoutError",  # asyncio's class in Python 3.10
-    "IncompleteReadError",
-}
-"""Names of error classes other than OSError that may pass. Names, because their packages need not be installed."""
 log = logging.getLogger(__name__)
 
 
@@ -467,7 +459,7 @@ def may_pass(error: BaseException) -> bool:
     """Return whether a request that failed so may succeed later."""
     if isinstance(error, OSError):
         return not isinstance(error, _PERMANENT) and error.errno not in _PERMANENT_NUMBERS
-    return any(cls.__name__ in _PASSING_NAMES for cls in type(error).__mro__)
+    return passes_by_name(error)
 
 
 def as_os_error(error: BaseException, url: str) -> OSError:

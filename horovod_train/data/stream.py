@@ -24,7 +24,7 @@ from horovod_train.data.batch_source import Batch, BatchSource, StepRange, itera
 from horovod_train.data.model_inputs import describe_inputs
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
-from horovod_train.errors import ReadFailed, RunError, UserError, unreadable
+from horovod_train.errors import ReadFailed, RunError, UserError, unreadable, unreadable_as_told
 from horovod_train.keras_seams import is_of_batches
 
 _CHUNK_RECORDS = 1024
@@ -208,8 +208,11 @@ class Stream:
         except (RunError, MemoryError):
             raise
         except Exception as error:
-            kind = ReadFailed if isinstance(error, tf.errors.UnavailableError) else unreadable(error)
-            raise kind(f"{WHERE}: {self.name(epoch)}: {_describe(error)}.") from error
+            said = _describe(error)
+            kind = unreadable_as_told(said) if isinstance(error, tf.errors.OpError) else unreadable(error)
+            if isinstance(error, tf.errors.UnavailableError):
+                kind = ReadFailed
+            raise kind(f"{WHERE}: {self.name(epoch)}: {said}.") from error
 
     def _call(self, epoch: int) -> tf.data.Dataset | None:
         arguments = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self._training}

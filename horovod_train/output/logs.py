@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -23,6 +24,7 @@ ANY_RANK = {"any_rank": True}
 """`extra` of a line about the host or disk of one rank: ranks other than root show it too, on standard error."""
 PHASE, SLOW = {"kind": "phase"}, {"kind": "slow"}
 """`extra` of lines that have these words, in place of their level, in a rank's file."""
+SAY_AFTER_S = 5.0
 _PACKAGE = logging.getLogger("horovod_train")
 _FORMATTER = logging.Formatter()
 _PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
@@ -121,6 +123,18 @@ def _is_handled_below_root(record: logging.LogRecord) -> bool:
             return True
         logger = logger.parent
     return False
+
+
+@contextmanager
+def said_if_slow(line: str) -> Iterator[None]:
+    """Log a line if the block has not ended after some seconds, so that nobody takes silence for a stall."""
+    timer = threading.Timer(SAY_AFTER_S, _PACKAGE.info, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def choose_backend() -> None:

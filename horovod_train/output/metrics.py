@@ -27,6 +27,31 @@ from horovod_train.output.files import (
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
+
+
+class Figure(NamedTuple):
+    """What the trainer adds to rows of metrics, beside the metrics of the model. unit: what an axis says."""
+
+    unit: str
+    group: str = ""
+    """Of charts."""
+    is_brief: bool = False
+    """Whether a short look at a run shows it: not what a verdict sums up, or another figure says."""
+
+
+_SHARE = Figure("share of all ranks' time", "time")
+_OWN = Figure("seconds a step, without the exchange", "time")
+FIGURES: dict[str, Figure] = {
+    "examples_per_s": Figure("examples / s, all ranks", "speed", is_brief=True),
+    "examples_per_s_per_rank": Figure("examples / s, one rank", "speed"),
+    "s_per_step": Figure("seconds a step", "speed"),
+    **dict.fromkeys(("input_share", "compute_share", "hook_share", "exchange_share"), _SHARE),
+    **dict.fromkeys(("own_s_per_step_min", "own_s_per_step_median", "own_s_per_step_max"), _OWN),
+    "slowest_rank": Figure("rank", "time"),
+    "save_blocked_s": Figure("seconds that saving held up training", "time", is_brief=True),
+    "check_agreement_s": Figure("seconds that comparing ranks held up training", "time", is_brief=True),
+    "learning_rate": Figure("learning rate", is_brief=True),
+}
 MOST_DRAWN = 1e100
 """Larger numbers are left out of curves: the difference of two may be infinite."""
 _MOST_BYTES = 1 << 24
@@ -135,19 +160,22 @@ class MetricsFile(JsonLines):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "metrics.jsonl", METRICS)
         self._started = time.monotonic()
-        self.last: dict[str, Mapping[str, float | None]] = {}
-        """The last values of each split, also from before a resume."""
+        self._newest = _Newest()
+
+    def last(self, split: str) -> Mapping[str, float | None]:
+        """Return the last values of a split, also from before a resume; {} if there are none."""
+        return self._newest.values.get(split, {})
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
         seconds = round(time.monotonic() - self._started, 3)
         self.append({"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values})
-        self.last[split] = values
+        self._newest.add(step, split, values)
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
         with must_be_writable(self._lines.path):
             self._lines.path.touch()
-        self.last |= {row.split: row.values for row in self.rows()}
+        self._look_at_rows()
 
     def remove_evaluation(self, step: int) -> None:
         """Remove the row of the evaluation at `step`, if there is one. Raises UserError."""
@@ -155,12 +183,29 @@ class MetricsFile(JsonLines):
             self._lines.keep(
                 lambda line: all((row.step, row.split) != (step, "eval") for row in metrics_in([line])), METRICS
             )
-        self.last = {row.split: row.values for row in self.rows()}
+        self._look_at_rows()
+
+    def _look_at_rows(self) -> None:
+        self._newest = _Newest()
+        for row in self.rows():
+            self._newest.add(row.step, row.split, row.values)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows, without what a kill has cut short. Raises UserError."""
         with must_be_writable(self._lines.path):
             yield from metrics_in(self._lines.read())
+
+
+class _Newest:
+    """The values of each split at its newest step; a hook may add a row to one of ours."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Mapping[str, float | None]] = {}
+        self._steps: dict[str, int] = {}
+
+    def add(self, step: int, split: str, values: Mapping[str, float | None]) -> None:
+        before = self.values[split] if self._steps.get(split) == step else {}
+        self.values[split], self._steps[split] = {**before, **values}, step
 
 
 class Row(NamedTuple):
@@ -207,7 +252,7 @@ class PrometheusFile:
     def __init__(self, directory: Path) -> None:
         self._path = directory / "metrics.prom"
         self._run = str(directory.resolve()).encode(errors="replace").decode()
-        self._newest: dict[str, Mapping[str, float]] = {}
+        self._newest = _Newest()
         self._step = 0
         self._epoch: int | None = 0
         """None from a resume to its first line, which knows."""
@@ -215,7 +260,7 @@ class PrometheusFile:
         self._is_failing = False
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        self._newest[split] = dict(values)
+        self._newest.add(step, split, values)
         self._step, self._epoch, self._progress = step, epoch, time.time()
         self._try_to_write(is_running=True)
 
@@ -251,12 +296,15 @@ class PrometheusFile:
             "step": [({}, self._step)],
             "epoch": [] if self._epoch is None else [({}, self._epoch)],
             "examples_per_second": [
-                ({}, values["examples_per_s"]) for values in self._newest.values() if "examples_per_s" in values
+                ({}, speed)
+                for values in self._newest.values.values()
+                if (speed := values.get("examples_per_s")) is not None
             ],
             "metric": [
                 ({"split": split, "name": name}, value)
-                for split, values in self._newest.items()
+                for split, values in self._newest.values.items()
                 for name, value in values.items()
+                if value is not None
             ],
         }
         for family, about in _FAMILIES.items():

@@ -19,7 +19,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from horovod_train.config.paths import link_to_nothing
-from horovod_train.config.registry import call
+from horovod_train.config.registry import call, check_methods
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError, unusable
 from horovod_train.output.console import Screen, unfailing
@@ -35,6 +35,7 @@ from horovod_train.output.files import (
     write_atomically,
 )
 from horovod_train.output.metrics import (
+    ABOUT,
     METRICS,
     NO_ASIDE,
     PARAMETERS,
@@ -66,6 +67,7 @@ _FILES = {
 }
 _TRACKER_FILES = ("config.yaml", "summary.json", "report.html")
 """Given to trackers at the end of a start, as far as they exist."""
+_WRITERS_METHODS = ("write(step, epoch, split, values)", "rewind(step)", "close()")
 _GIT_WITHIN_S = 10.0
 """On a shared disk git may take long to read the state of every file."""
 
@@ -245,6 +247,10 @@ class RunOutput(Output):
         self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
         self.show_progress(step)
+        # Plain numbers: what computes them may give NumPy's, or tensors.
+        values = {name: float(value) for name, value in values.items()}
+        if reserved := [name for name in values if name in ABOUT]:
+            raise ValueError(f"no value can be called {reserved[0]}: every row of metrics has one")
         for writer in self._writers:
             writer.write(step, epoch, split, {**values, **aside.figures})
         seconds = int(time.monotonic() - self._started)
@@ -273,7 +279,7 @@ class RunOutput(Output):
             file.sync()
 
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
-        return self._metrics.last.get(split, {})
+        return self._metrics.last(split)
 
     def tells_end_at(self, step: int) -> bool:
         summary = read_json(self.directory / "summary.json")
@@ -317,6 +323,8 @@ def open_output(
         remove_drafts(path, artifact)
     remove_drafts(path / "trackers", RECORD)
     user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
+    for name, writer in zip(writers, user_writers, strict=True):
+        check_methods(writer, _WRITERS_METHODS, f"log.writers: {name}")
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
     built = zip(config.trackers, build_trackers(config.trackers), strict=True)
     trackers = Trackers([Sender(spec.name, tracker, path, is_ours=is_ours) for spec, tracker in built])

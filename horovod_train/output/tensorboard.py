@@ -31,6 +31,7 @@ from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
 from horovod_train.errors import UserError
 from horovod_train.output.files import Appender, rename
+from horovod_train.output.metrics import FIGURES
 from horovod_train.tfrecord_framing import frame
 
 _WRITE_FROM_BYTES = 1 << 20
@@ -54,11 +55,16 @@ class Events(Appender):
     TensorFlow's own writer ignores records that cannot be written, and leaves half of one in the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """first_step: the step that this start began at."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
         # TensorBoard looks for names of this form; each start has a separate file.
         name = f"events.out.tfevents.{_number(folder):.6f}.{socket.gethostname()}.{os.getpid()}.v2"
         super().__init__(folder / name, unit="events", write_from_bytes=_WRITE_FROM_BYTES)
         self.put(file_version="brain.Event:2")
+        # TensorBoard then forgets what earlier starts wrote from there on, before the run resumed.
+        self.put(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def put(self, **content: Any) -> None:
         """Add an Event message with these fields and the time."""
@@ -77,8 +83,7 @@ class Events(Appender):
 def _number(folder: Path) -> float:
     """Return the number in the name of a new event file: the time, but more than in the names of those that exist.
 
-    TensorBoard reads them in the order of their names, and takes a step that is not newer for a restart: it forgets
-    what it has read from there on. The clock may have been ahead at an earlier start.
+    TensorBoard reads them in the order of their names. The clock may have been ahead at an earlier start.
     """
     numbers: list[int] = []
     with contextlib.suppress(OSError):  # the first start makes the folder
@@ -94,7 +99,7 @@ class TensorBoard:
         self.add_scalars(split, step, {_chart(name): value for name, value in values.items()})
 
     def rewind(self, step: int) -> None:
-        """Do nothing: each start writes new files, and those of earlier starts stay as they are."""
+        """Begin at `step`: each start writes new files, and those of earlier starts stay as they are."""
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each of these charts."""
@@ -124,8 +129,12 @@ class TensorBoardWriter(TensorBoard):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._events: dict[str, Events] = {}
+        self._first_step = 0
         self._profiled: Any = None
         """The current step, while it is profiled."""
+
+    def rewind(self, step: int) -> None:
+        self._first_step = step
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -201,7 +210,7 @@ class TensorBoardWriter(TensorBoard):
 
     def _of(self, split: str) -> Events:
         if split not in self._events:
-            self._events[split] = Events(self._directory / split)
+            self._events[split] = Events(self._directory / split, self._first_step)
         return self._events[split]
 
     @contextlib.contextmanager
@@ -216,11 +225,8 @@ class TensorBoardWriter(TensorBoard):
 
 def _chart(name: str) -> str:
     """Return the name of a figure's chart: TensorBoard shows charts by groups, which names before a `/` make."""
-    if name.startswith(("examples_per_s", "s_per_step")):
-        return f"speed/{name}"
-    if name.endswith("_share") or name.startswith(("own_s_per_step", "slowest_rank", "save_blocked")):
-        return f"time/{name}"
-    return name
+    group = FIGURES[name].group if name in FIGURES else ""
+    return f"{group}/{name}" if group else name
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from horovod_train.training.steps.figures import FIGURES_BY_RANK
 
 _MEANING = (
     *("data.features", "data.inputs", "data.targets", "data.weight", "data.preprocess", "data.parse", "data.source"),
-    "train.ema_decay",
+    *("data.dataset", "train.ema_decay"),
 )
 """Settings on which all values of an evaluation depend; of the records their digest is compared."""
 _OF_THE_STATE = (
@@ -97,9 +97,17 @@ def changed_meaning(run: Run, facts: Facts, metric: str) -> list[str]:
     """Return the settings that give a metric of an evaluation other values than in the run of a checkpoint."""
     of_loss = ("loss", "train.l2") if metric == "loss" or metric.endswith("_loss") else ()  # the latter of an output
     changed = [*_changed_settings(run, facts, [*_MEANING, *of_loss]), *_changed_metrics(run.config, facts, metric)]
+    if _averages_seen(facts.setting) != _averages_seen(as_dict(run.config).__getitem__):
+        changed.append("SwapEMAWeights")
     if run.parts.eval and facts.eval_data and facts.eval_data != run.parts.eval.content:
         changed.append("data.eval")
     return changed
+
+
+def _averages_seen(setting: Callable[[str], Any]) -> tuple[bool, Any]:
+    """Return whether evaluations see the averages of a Keras optimizer, and the momentum that these have."""
+    sees = any(fold(spec["name"]) == fold("SwapEMAWeights") for spec in setting("callbacks"))
+    return sees, setting("optimizer")["options"].get("ema_momentum") if sees else None
 
 
 def _forget_values(run: Run, checkpoint: Checkpoint) -> None:
@@ -158,6 +166,8 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
             continue
         if is_same_schedule and facts.built_rates.get(name, built) == built:
             rate.assign(saved)
+            if float(saved) != built and "callbacks" in facts.changes(run.config, ["callbacks"]):
+                log.info(f"the learning rate stays {float(saved):g}, which callbacks had set; it began at {built:g}")
         elif float(saved) != built:
             why = "as the config or the model says"
             log.info(f"the learning rate is {built:g} from here on, {why}; it was {float(saved):g}")

@@ -7,7 +7,6 @@ To add a hook: a function in a file of hooks/, and a line in build_hooks.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -29,6 +28,7 @@ from horovod_train.errors import START_AGAIN, STOPPED, DivergedError, RanksDisag
 from horovod_train.models import is_stored
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
+from horovod_train.output.logs import said_if_slow
 from horovod_train.output.run_dir import describe_commit
 from horovod_train.shown_text import listed
 from horovod_train.training import initial_state
@@ -50,7 +50,6 @@ from horovod_train.training.steps.histograms import Summaries, draw_step
 from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
 
 DONE = StopReason("done")
-SAY_AFTER_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -352,18 +351,6 @@ def _compiling(run: Run) -> Iterator[None]:
     with run.clock.stopped(), run.group.heartbeat.phase("compile"), said_if_slow(line):
         yield
     run.stopping.pace.forget()
-
-
-@contextmanager
-def said_if_slow(line: str) -> Iterator[None]:
-    """Log a line if the block has not ended after some seconds, so that nobody takes silence for a stall."""
-    timer = threading.Timer(SAY_AFTER_S, log.info, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: Audit) -> int:

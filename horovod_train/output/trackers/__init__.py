@@ -6,16 +6,14 @@ sender, and a line in TRACKERS.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod_train.config.registry import call, choose
+from horovod_train.config.registry import call, check_methods, choose
 from horovod_train.config.settings import Spec
-from horovod_train.errors import UserError
 from horovod_train.output import metrics
 from horovod_train.output.trackers.csv_table import CsvTables
 from horovod_train.output.trackers.mlflow import MlflowTracker
@@ -28,7 +26,7 @@ FINISH_WITHIN_S: dict[Ended, float] = {"done": 30.0, "stopped": 10.0, "failed": 
 """How long the end of a run waits for rows and files to arrive. A run that stops may have little time left; when one
 fails, the watchdog ends the process after some seconds."""
 
-_METHODS = ("start", "log", "finish")
+_METHODS = ("start(directory, run_id, step, config)", "log(row)", "finish(ended, files)")
 
 
 class Trackers:
@@ -48,8 +46,7 @@ class Trackers:
             sender.start(step, config, lambda: (_row_of(row) for row in rows() if row.step <= step), anew=anew)
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        # Plain numbers: what computes them may give NumPy's.
-        row = Row(step, epoch, split, {name: float(value) for name, value in values.items()}, time.time())
+        row = Row(step, epoch, split, values, time.time())
         for sender in self._senders:
             sender.write(row)
 
@@ -81,12 +78,7 @@ def build_trackers(specs: Sequence[Spec]) -> list[Tracker]:
 
 def _build(tracker_class: Callable[..., Tracker], spec: Spec) -> Tracker:
     tracker: Tracker = call(tracker_class, spec, "log.trackers")
-    for name, count in zip(_METHODS, (4, 1, 2), strict=True):
-        try:
-            inspect.signature(getattr(tracker, name)).bind(*[None] * count)
-        except (AttributeError, TypeError) as error:
-            text = f"must have start(directory, run_id, step, config), log(row) and finish(ended, files): {error}"
-            raise UserError(f"log.trackers: {spec.name} {text}.") from error
+    check_methods(tracker, _METHODS, f"log.trackers: {spec.name}")
     return tracker
 
 

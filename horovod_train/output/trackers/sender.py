@@ -153,6 +153,8 @@ class Sender:
         self._name, self._tracker, self._run_dir, self._is_ours = name, tracker, run_dir, is_ours
         self._most_rows, self._pause_s = most_rows, pause_s
         self._record = Record(run_dir, name)
+        self._logged_before: dict[str, int] = {}
+        """By split, the last step that an earlier start has logged."""
         self._rows: deque[Row] = deque()
         self._changed = threading.Condition()
         """Guards _rows, _end and _lost, and tells that they have changed."""
@@ -246,6 +248,7 @@ class Sender:
         record.run_id = run_id
         if last_steps := getattr(self._tracker, "last_steps", None):
             record.logged = dict(last_steps())
+        self._logged_before = dict(record.logged)
         self._save()
 
     def _read(self, rows: ReadRows) -> Iterator[Row]:
@@ -272,8 +275,8 @@ class Sender:
                     self._lost -= 1  # sent while it was dropped
 
     def _send(self, row: Row) -> None:
-        if row.step <= self._record.logged.get(row.split, -1):
-            return  # it was logged before the run was resumed from an earlier step
+        if row.step <= self._logged_before.get(row.split, -1):
+            return  # an earlier start logged it, from which the run has gone back
         try:
             self._tracker.log(row)
         except (ValueError, TypeError) as error:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.heartbeat import HOOK
@@ -77,6 +79,9 @@ def _load(name: str, where: str, every_steps: int) -> Hook:
     hook = function if isinstance(function, Hook) else every(every_steps, function)
     if not callable(hook.function):
         raise UserError(f"{where}: {name} must be a function (run, step); it is {type(function).__name__}.")
+    steps = [*([] if hook.every_steps is None else [hook.every_steps]), *hook.at_steps]
+    if parts := [number for number in steps if not isinstance(number, int | np.integer)]:
+        raise UserError(f"{where}: {name} must be due at whole numbers of steps; received {parts[0]!r}.")
     if hook.every_steps is not None and hook.every_steps < 1:
         raise UserError(f"{where}: {name} must be due every 1 or more steps; received {hook.every_steps}.")
     if hook.at_end not in get_args(AtEnd):

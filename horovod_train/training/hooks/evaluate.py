@@ -19,6 +19,7 @@ from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.shown_text import listed
+from horovod_train.training.callbacks import Named
 from horovod_train.training.hooks import Hook, every, failing_as, guarded
 from horovod_train.training.initial_state import changed_meaning
 from horovod_train.training.open_run import Run
@@ -87,13 +88,20 @@ def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason
     return None
 
 
-def tell(run: Run, step: int, method: str, *arguments: int, logs: Mapping[str, float] | None = None) -> None:
-    """Call METHOD(*arguments, logs) of each callback, on this rank. Raises RunError if one fails.
+def tell(
+    run: Run,
+    step: int,
+    method: str,
+    *arguments: int,
+    logs: Mapping[str, float] | None = None,
+    told: Sequence[Named] | None = None,
+) -> None:
+    """Call METHOD(*arguments, logs) of each callback, or of those `told`, on this rank. Raises RunError if one fails.
 
     As from `fit` they get one dict, so that a callback sees the figures that those before it add.
     """
     shared = dict(logs or {})
-    for named in run.parts.callbacks.named:
+    for named in run.parts.callbacks.named if told is None else told:
         with run.outside_training(HOOK, f"calling {named.name}", method):
             may_freeze = method in ("on_train_begin", "on_train_end")  # before a step is compiled, or after the last
             where = f"callbacks: {named.name}", f"in {method} after step {step}"
@@ -110,7 +118,8 @@ def begin_callbacks(run: Run) -> None:
     """Collective: tell the callbacks before the first step that training begins, and give back their state.
 
     When the run resumes they are told again what had begun before the checkpoint, because some keep no state. What that
-    changes is in the checkpoint already, so it is undone, in the variables and in their state.
+    changes is in the checkpoint already, so it is undone, in the variables and in their state; save what a callback
+    changes that the config has added since, or has given other options.
     """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
@@ -129,16 +138,40 @@ def begin_callbacks(run: Run) -> None:
         (again if saved.get("batch_begun_at") == step else new).append(("on_train_batch_begin", step % per_epoch))
     may_change_all = callbacks.run_users_code("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
     changeable = run.state.variables() if may_change_all else run.state.rates
-    undo = _undoing(changeable if "told" in saved else {})
-    tell(run, step, "on_train_begin")
-    for method, number in again:
-        tell(run, step, method, number)
-    if changed := undo():
-        log.info(f"resumed with the values of the checkpoint, not with what callbacks have just set: {listed(changed)}")
+    before, added = _by_whether_it_was_there(run, saved)
+    undo = _undoing(changeable if before else {})
+    for told in (before, added):
+        tell(run, step, "on_train_begin", told=told)
+        for method, number in again:
+            tell(run, step, method, number, told=told)
+        if told is before and (changed := undo()):
+            log.info(
+                f"resumed with the values of the checkpoint, not with what callbacks have just set: {listed(changed)}"
+            )
     callbacks.restore(saved, step)
     for method, number in new:
         tell(run, step, method, number)
     _stop(run)
+
+
+def _by_whether_it_was_there(run: Run, saved: Mapping[str, Any]) -> tuple[list[Named], list[Named]]:
+    """Collective: return the callbacks that the checkpoint's run had with the same options, and the others.
+
+    saved: the state of the callbacks there.
+    """
+    specs = run.group.broadcast_object(run.checkpoint.facts.setting("callbacks") if run.checkpoint else [])
+    known = [_as_json(spec) for spec in specs] if "told" in saved else []
+    parts: tuple[list[Named], list[Named]] = [], []
+    for named, spec in zip(run.parts.callbacks.named, as_dict(run.config)["callbacks"], strict=True):
+        is_known = _as_json(spec) in known
+        if is_known:
+            known.remove(_as_json(spec))
+        parts[not is_known].append(named)
+    return parts
+
+
+def _as_json(settings: Any) -> str:
+    return json.dumps(settings, default=str)
 
 
 def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:
@@ -165,7 +198,7 @@ def saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     settings, facts = as_dict(config), checkpoint.facts
 
     def is_same(setting: str) -> bool:
-        return json.dumps(settings[setting], default=str) == json.dumps(facts.setting(setting), default=str)
+        return _as_json(settings[setting]) == _as_json(facts.setting(setting))
 
     ends = {"have_stopped": "callbacks", "hook_ended": "hooks"}
     return {name: value for name, value in facts.callbacks.items() if name not in ends or is_same(ends[name])}

@@ -117,7 +117,7 @@ def check_agreement(run: Run, step: int) -> None:
 def _facts(run: Run, held: Mapping[str, str]) -> Facts:
     state, parts = run.state, run.parts
     best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
-    resumed_from = run.checkpoint.facts.began_at if run.checkpoint else ""
+    then = run.checkpoint.facts if run.checkpoint else None
     return Facts(
         step=int(state.step),
         epoch=int(state.epoch),
@@ -131,8 +131,8 @@ def _facts(run: Run, held: Mapping[str, str]) -> Facts:
         features={name: settings_of(feature) for name, feature in parts.train.features.items()},
         callbacks=parts.callbacks.state(),
         built_rates=state.built_rates,
-        began_at=path_in(run.config.checkpoint.resume) or resumed_from,
-        eval_data=parts.eval.content if parts.eval else "",
+        began_at=path_in(run.config.checkpoint.resume) or (then.began_at if then else ""),
+        eval_data=parts.eval.content if parts.eval else (then.eval_data if then else ""),
         contents=held,
         inputs=parts.train.model_inputs.pack(),
         figures=parts.train_step.figures.layout,

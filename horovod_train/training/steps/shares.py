@@ -105,12 +105,13 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
     rows_in_batch = batch.ids.shape[0]
     if size.is_full:
         assert rows_in_batch is not None
-        length = rows_in_batch // passes
-        share = None if passes == 1 else tf.constant(1.0 / passes)
-        return [
-            Part(_rows(batch, slice(first, first + length)), tf.constant(float(length)), share, may_be_borrowed=False)
-            for first in range(0, rows_in_batch, length)
-        ]
+        full = []
+        for number in range(passes):
+            first, last = number * rows_in_batch // passes, (number + 1) * rows_in_batch // passes
+            share = None if passes == 1 else tf.constant((last - first) / rows_in_batch)
+            rows = _rows(batch, slice(first, last))
+            full.append(Part(rows, tf.constant(float(last - first)), share, may_be_borrowed=False))
+        return full
     real = tf.where(batch.ids >= 0)[:, 0]
     if size.rows is not None:
         real = tf.ensure_shape(real, [size.rows])

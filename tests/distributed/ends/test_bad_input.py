@@ -57,7 +57,10 @@ WITH_TENSORFLOW = {
         ["model=mlp"],
         "loss: label has classes from 0 to 9, as",
     ),
-    "batch not divisible": (["train.accumulate_steps=5"], "train.accumulate_steps must divide the records of one rank"),
+    "more passes than records": (
+        ["train.accumulate_steps=97"],
+        "train.accumulate_steps must be at most the records of",
+    ),
     "unknown metric to stop by": (
         ["early_stopping.metric=acuracy", "early_stopping.patience=2"],
         "early_stopping.metric: the evaluation has no 'acuracy'; it has loss.",

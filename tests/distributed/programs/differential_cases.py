@@ -360,6 +360,10 @@ CASES: dict[str, Case] = {
     "XLA, sum": Case(dense(reduced("sum")), weighted=True, config={"jit_compile": True}, **ROUNDED),
     "XLA, own train_step": Case(lambda: OwnStep.made(), config={"jit_compile": True}, refused="jit_compile"),
     "accumulated": Case(dense(), config={"train": {"accumulate_steps": 2}}, **ROUNDED, weighted=True),
+    "accumulated in uneven passes": Case(dense(), config={"train": {"accumulate_steps": 3}}, **ROUNDED, weighted=True),
+    "accumulated, uneven, mask": Case(
+        sequence(crossentropy()), "tags", True, config={"train": {"accumulate_steps": 3}}, **ROUNDED
+    ),
     "accumulated, mask": Case(
         sequence(crossentropy()), "tags", True, config={"train": {"accumulate_steps": 2}}, **ROUNDED
     ),

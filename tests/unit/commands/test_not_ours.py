@@ -45,7 +45,7 @@ def test_own_rows_are_kept_beside_what_is_none(tmp_path: Path) -> None:
         opened.write(b'\xff\xfe\n{"step": 5, "epoch": 0}\n{"step": 5, "split": "train", "loss": "x"}\n')
     again = MetricsFile(tmp_path)
     again.rewind(5)
-    assert again.last == {"train": {"loss": 1.0}}
+    assert again.last("train") == {"loss": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,12 @@ def test_each_row_is_of_the_start_that_wrote_it(tmp_path: Path) -> None:
     assert [row.seconds for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
 
 
+def test_an_evaluation_that_a_resume_makes_up_for_is_of_the_later_start(tmp_path: Path) -> None:
+    made_up = [ROWS[3] | {"step": 40, "seconds": 1.0}, ROWS[3] | {"step": 40, "split": "norms", "seconds": 2.0}]
+    run = read_run(run_dir(tmp_path / "a", [*ROWS[:2], *made_up, *ROWS[2:]]))
+    assert [row.seconds for row in run.rows] == [7.5, 8.5, 31.0, 32.0, 38.75, 40.0]
+
+
 def test_a_start_that_fails_before_it_trains_owns_no_row(tmp_path: Path) -> None:
     run = read_run(run_dir(tmp_path / "a", third=THIRD))
     assert [row.seconds for row in run.rows] == [7.5, 8.5, 38.75, 40.0]

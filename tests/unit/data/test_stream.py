@@ -14,7 +14,7 @@ from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.stream import Stream, StreamPipeline, open_stream
-from horovod_train.errors import UserError
+from horovod_train.errors import ReadFailed, UserError
 
 
 def stream(name: str, rank: int = 0, size: int = 1, *, training: bool = True, **options: Any) -> Stream:
@@ -175,6 +175,10 @@ def test_what_a_generator_raises_is_one_line_with_the_call() -> None:
     assert str(raised.value) == (
         "data.dataset: broken(rank=0, size=1, epoch=1, training=True): ValueError: page 21 of 1 is torn."
     )
+    with pytest.raises(
+        ReadFailed, match=r"epoch=1, training=True\): ConnectionResetError: \[Errno 104\] Connection reset"
+    ):
+        batches(StreamPipeline(stream("broken", how="cut off"), 4, 8, [30], prefetch_batches=None), 1)
     with pytest.raises(UserError, match="epoch 0 gave"):
         batches(StreamPipeline(stream("broken", how="other"), 4, 8, [30], prefetch_batches=None), 1)
 

@@ -11,17 +11,19 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
-from horovod_train.output import rank_log
+from horovod_train.output import logs, rank_log
 from horovod_train.output.files import Lines
 from horovod_train.output.metrics import Aside, MetricsFile
 from horovod_train.output.run_dir import Output, RunOutput, check_writable, open_output
-from horovod_train.training import run
 
 
 def steps(path: Path) -> list[int]:
@@ -306,6 +308,28 @@ def test_an_evaluation_at_another_step_is_a_line_of_its_own(tmp_path: Path, capl
     output.close()
 
 
+def test_a_writer_without_what_is_asked_for_is_refused_before_training(tmp_path: Path) -> None:
+    said = r"user_hooks:Halves must have write\(step, .*\), rewind\(step\) and close\(\): .*rewind"
+    with pytest.raises(UserError, match=said):
+        open_output(str(tmp_path), LogConfig(writers=("user_hooks:Halves",)), is_root=True, launched=True)
+
+
+def test_rows_of_hooks_are_numbers_and_leave_ours_as_they_are(tmp_path: Path) -> None:
+    output = RunOutput(tmp_path)
+    output.rewind(0)
+    output.append_metrics("train", 10, 0, {"loss": 1.0})
+    output.append_metrics("train", 10, 0, {"norm": cast(float, np.float32(0.5)), "largest": tf.constant(2.0)})
+    assert output.last_metrics("train") == {"loss": 1.0, "norm": 0.5, "largest": 2.0}
+    with pytest.raises(ValueError, match="no value can be called seconds"):
+        output.append_metrics("train", 10, 0, {"seconds": 1.0})
+    output.append_metrics("train", 20, 0, {"loss": 0.5})
+    assert output.last_metrics("train") == {"loss": 0.5}
+    output.close()
+    again = RunOutput(tmp_path)
+    again.rewind(10)
+    assert again.last_metrics("train") == {"loss": 1.0, "norm": 0.5, "largest": 2.0}
+
+
 def test_a_slow_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     told = threading.Event()
@@ -314,11 +338,11 @@ def test_a_slow_first_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         lines.append(line)
         told.set()
 
-    monkeypatch.setattr(run.log, "info", tell)
-    monkeypatch.setattr(run, "SAY_AFTER_S", 0.0)
-    with run.said_if_slow("compiling"):
+    monkeypatch.setattr(logging.getLogger("horovod_train"), "info", tell)
+    monkeypatch.setattr(logs, "SAY_AFTER_S", 0.0)
+    with logs.said_if_slow("compiling"):
         assert told.wait(60)
-    monkeypatch.setattr(run, "SAY_AFTER_S", 3600.0)
-    with run.said_if_slow("a quick one"):
+    monkeypatch.setattr(logs, "SAY_AFTER_S", 3600.0)
+    with logs.said_if_slow("a quick one"):
         pass
     assert lines == ["compiling"]

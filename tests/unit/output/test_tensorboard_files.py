@@ -65,11 +65,11 @@ def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path, s
     assert len(said) == 2
     assert "cannot be written" in said[0]
     assert "training continues" in said[0]
-    assert "lacks its last 5 events" in said[1]
+    assert "lacks its last 6 events" in said[1]
 
 
 def test_a_record_larger_than_what_is_held_is_written_where_there_is_room(tmp_path: Path) -> None:
-    events = Events(tmp_path / "train")
+    events = Events(tmp_path / "train", 0)
     events.add(b"x" * (MAX_PENDING_BYTES + 1))
     assert events.path.stat().st_size > MAX_PENDING_BYTES
 
@@ -89,6 +89,18 @@ def test_tensorboard_shows_a_start_whose_clock_is_behind_that_of_the_start_befor
     read.Reload()
     points = {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in read.Tensors("loss")}
     assert points == {0: 0.0, 100: 0.0, 200: 600.0, 300: 600.0, 400: 600.0, 500: 7200.0, 600: 7200.0, 700: 7200.0}
+
+
+def test_tensorboard_forgets_what_a_resume_takes_back(tmp_path: Path) -> None:
+    for step, points in [(0, (50, 100, 150, 200)), (110, (125, 200, 225))]:
+        board = TensorBoardWriter(tmp_path)
+        board.rewind(step)
+        for point in points:
+            board.add_scalars("train", point, {"loss": 1.0})
+        board.close()
+    read = EventAccumulator(str(tmp_path / "train"))
+    read.Reload()
+    assert [event.step for event in read.Tensors("loss")] == [50, 100, 125, 200, 225]
 
 
 def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path, said: list[str]) -> None:

@@ -149,6 +149,20 @@ def test_a_class_of_the_users_gets_what_metrics_jsonl_gets_and_goes_on_with_one_
     assert {call["thread"] for name in ("start", "log", "finish") for call in calls(tmp_path, name)} == {spec.name}
 
 
+def test_two_rows_of_one_split_and_step_are_two(tmp_path: Path) -> None:
+    """As of two hooks. Those that an earlier start has logged are not logged again."""
+    tracker = Kept()
+    trackers = started(tracker, tmp_path)
+    write(trackers, 10, 10, 20)
+    trackers.finish("stopped", [])
+    assert tracker.steps == [10, 10, 20]
+    again = Kept()
+    trackers = started(again, tmp_path, step=10)
+    write(trackers, 20, 30, 30)
+    trackers.finish("done", [])
+    assert again.steps == [30, 30]
+
+
 def test_rows_that_a_kill_kept_from_the_tracker_come_after_the_resume(tmp_path: Path) -> None:
     output = opened(tmp_path)
     for step in (10, 20, 30):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import errno
 import subprocess
 import sys
+import urllib.error
+from email.message import Message
 
 import pytest
 from test_architecture import FILES
 
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import ReadFailed, UserError, one_line, unreadable, unreadable_as_told
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,47 @@ def test_a_text_of_several_lines_becomes_one(error: object) -> None:
 
 def test_an_error_without_a_text_is_an_empty_line() -> None:
     assert one_line(ValueError()) == ""
+
+
+class Timeout(Exception):
+    """As that of requests."""
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (ConnectionResetError(104, "reset"), True),
+        (OSError(errno.ESTALE, "stale"), True),
+        (OSError("cannot identify image file"), False),
+        (FileNotFoundError(errno.ENOENT, "gone"), False),
+        (ValueError("bad"), False),
+        (Timeout("read timed out"), True),
+        (urllib.error.URLError("no route"), True),
+        (urllib.error.HTTPError("http://a", 404, "not found", Message(), None), False),
+        (urllib.error.HTTPError("http://a", 503, "busy", Message(), None), True),
+        (urllib.error.HTTPError("http://a", 429, "slow down", Message(), None), True),
+    ],
+)
+def test_failures_of_networks_and_servers_may_pass(error: Exception, may_pass: bool) -> None:
+    """Whichever library has met them; a request that is wrong does not."""
+    assert unreadable(error) is (ReadFailed if may_pass else UserError)
+
+
+@pytest.mark.parametrize(
+    ("text", "may_pass"),
+    [
+        ("ConnectionError: no answer of http://a", True),
+        ("requests.exceptions.ReadTimeout: HTTPSConnectionPool", True),
+        ("Timeout: it took too long", True),
+        ("BrokenPipeError: [Errno 32] Broken pipe", True),
+        ("OSError: [Errno 116] Stale file handle: 'a'", True),
+        ("OSError: [Errno 22] Invalid argument", False),
+        ("ValueError: ConnectionError", False),
+        ("print: no", False),
+    ],
+)
+def test_so_they_may_where_only_their_text_is_known(text: str, may_pass: bool) -> None:
+    assert unreadable_as_told(text) is (ReadFailed if may_pass else UserError)
 
 
 def test_no_other_function_makes_one_line_of_a_text() -> None:

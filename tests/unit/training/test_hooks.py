@@ -74,6 +74,8 @@ def test_a_function_is_due_at_the_given_steps_and_a_hook_of_the_user_at_its_own(
         ("user_hooks:at_no_time", "user_hooks:at_no_time is never due: give every_steps, at_steps or at_end."),
         ("user_hooks:at_another_end", "at_end must be one of no, done, stopped, always; received 'finish'."),
         ("user_hooks:never", "user_hooks:never must be due every 1 or more steps; received 0."),
+        ("user_hooks:twice_in_five", "must be due at whole numbers of steps; received 2.5."),
+        ("user_hooks:at_a_half", "must be due at whole numbers of steps; received 7.0."),
     ],
 )
 def test_what_is_not_a_hook_is_refused(name: str, said: str) -> None:
@@ -282,12 +284,18 @@ class Started(NamedTuple):
 
 
 def callbacks_told(
-    *, until: int, last: int, saved: Mapping[str, Any] | None = None, stops_in: str = "", evaluates: bool = True
+    *,
+    until: int,
+    last: int,
+    saved: Mapping[str, Any] | None = None,
+    stops_in: str = "",
+    evaluates: bool = True,
+    option: str = "",
 ) -> Started:
     """Start a run of epochs of five steps, which saves after step `until`. saved: what it resumes with.
 
     stops_in: the method in which its callback stops it. evaluates: False if a request interrupts the evaluations, of
-    which one is due after each second epoch.
+    which one is due after each second epoch. option: that the callback has in the config.
     """
     told, figures = list[tuple[str, int | None]](), list[set[str]]()
     run, step, weight = run_with(), saved["step"] if saved else 0, tf.Variable(saved["weight"] if saved else 0.0)
@@ -305,10 +313,8 @@ def callbacks_told(
         return note
 
     methods = [f"on_{what}_{when}" for what in ("train", "epoch", "train_batch") for when in ("begin", "end")]
-    run.config, run.parts.callbacks = (
-        Config(),
-        load_callbacks([Spec("LambdaCallback", {m: noting(m) for m in methods})]),
-    )
+    run.config = Config(callbacks=(Spec("LambdaCallback", {"option": option}),))
+    run.parts.callbacks = load_callbacks([Spec("LambdaCallback", {m: noting(m) for m in methods})])
     run.parts.train, run.parts.last_step = SimpleNamespace(steps_per_epoch=PER_EPOCH), last
     run.parts.train_step.figures.names, run.parts.evaluated = ("loss",), -1
     run.parts.eval_step = SimpleNamespace(metrics=SimpleNamespace(names=("loss",)))
@@ -324,7 +330,7 @@ def callbacks_told(
     )
     run.checkpoint = None
     if saved:
-        facts = Facts(step, 0, 0, 1, config=as_dict(Config()), versions={}, callbacks=saved["callbacks"])
+        facts = Facts(step, 0, 0, 1, config=saved["config"], versions={}, callbacks=saved["callbacks"])
         run.checkpoint = Checkpoint(Path("any"), facts, {})
 
     def evaluation(run: Any, step: int) -> None:
@@ -342,7 +348,8 @@ def callbacks_told(
                 hook.function(run, now)
     for _ in range(2 * (until == last)):  # the second time it is told already
         end_callbacks(run, last)
-    state = {"step": until, "weight": float(weight), "callbacks": run.parts.callbacks.state()}
+    config = as_dict(run.config)
+    state = {"step": until, "weight": float(weight), "callbacks": run.parts.callbacks.state(), "config": config}
     return Started(told, float(weight), figures, state)
 
 
@@ -386,6 +393,14 @@ def test_callbacks_of_a_run_that_resumes_are_told_again_what_had_begun_and_then_
     assert [*before.told, *found.told[1 + len(again) :]] == told_by_fit(8)
     assert found.told[1 + len(again) :][: len(left)] == left
     assert found.weight == beginnings(told_by_fit(8))
+
+
+@pytest.mark.parametrize(("stopped", "again"), [(3, 3), (5, 3), (8, 1)])
+def test_what_a_callback_of_other_options_changes_when_a_run_resumes_remains(stopped: int, again: int) -> None:
+    """As one that sets another learning rate: that is not in the checkpoint. So of one that is new."""
+    before = callbacks_told(until=stopped, last=8)
+    found = callbacks_told(until=8, last=8, saved=before.saved, option="another")
+    assert found.weight == beginnings(told_by_fit(8)) + again
 
 
 def test_an_epoch_whose_evaluation_was_interrupted_ends_after_it() -> None:

@@ -59,6 +59,9 @@ def test_a_full_step_in_passes_is_cut_evenly() -> None:
     found = parts([3, 4, 5, 6], StepSize(4, is_full=True), total=8, passes=2, ranks=2)
     assert rows(found) == [[3, 4], [5, 6]]
     assert shares(found) == [0.5, 0.5]
+    found = parts([3, 4, 5, 6], StepSize(4, is_full=True), total=8, passes=3, ranks=2)
+    assert rows(found) == [[3], [4], [5, 6]]
+    assert shares(found) == [0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize("size", [ANY, StepSize(3, is_full=False)], ids=["not known", "known"])
