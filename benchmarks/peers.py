@@ -4,9 +4,11 @@ python benchmarks/peers.py --np 2
 python benchmarks/peers.py --np 1 --system mlp
 
 The convnet of models/convnet.py on made images of 28×28, 64 a rank, or the tiny perceptron of models/mlp.py on made
-samples, 100 a rank. This project trains as a user starts it, from TFRecords, with its checks and its watchdog; the
-others train from main memory, see rank_programs. The ceiling is this project as runs of one rank each at the same
-time, which exchange nothing; with one rank, a hand-written loop. Each contender runs once in each round.
+samples, 100 a rank. This project trains as a user starts it, with its checks and its watchdog; the others: see
+rank_programs. All train from main memory: this project reads TFRecords, and keeps them from its first epoch on, which
+two ranks end before the first fifth of the steps, which is not timed. With --cache none it reads them in each epoch.
+The ceiling is this project as runs of one rank each at the same time, which exchange nothing; with one rank, a
+hand-written loop. Each contender runs once in each round.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from rank_programs.timing import SEARCH_PATH, SYSTEMS
@@ -50,7 +52,7 @@ YIELDING = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 NO_PAUSE = {"HOROVOD_CYCLE_TIME": "0"}
 """Faster for a tiny model; keeps a core of each rank busy."""
 STEPS = {"convnet": 400, "mlp": 20_000}
-RECORDS = {"convnet": 60_000, "mlp": 10_000}
+RECORDS = 10_000
 TIMEOUT_S = 1800.0
 
 
@@ -80,12 +82,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=3, help="runs of each; default %(default)s")
     parser.add_argument("--system", choices=SYSTEMS, default="convnet", help="what is trained; default %(default)s")
     parser.add_argument("--steps", type=count, help="in each run; a fifth is not timed; default 400, mlp: 20000")
-    parser.add_argument("--records", type=count, help="made records; default 60000, mlp: 10000")
+    parser.add_argument("--records", type=count, default=RECORDS, help="made; default %(default)s")
+    parser.add_argument("--cache", choices=("memory", "none"), default="memory", help="data.cache of this project")
     parser.add_argument("--only", metavar="TEXT", action="append", help="contenders whose names hold this")
     parser.add_argument("--json", action="store_true", help="print the records/s of every run as one JSON object")
     arguments = parser.parse_args()
     name, ranks = arguments.system, arguments.np
-    steps, records = arguments.steps or STEPS[name], arguments.records or RECORDS[name]
+    steps, records = arguments.steps or STEPS[name], arguments.records
     # Metrics come ten times in a run, at the end of a call.
     if steps < (min_steps := 10 * SYSTEMS[name].steps_per_call):
         parser.error(f"--steps must be at least {min_steps}; received {steps}.")
@@ -98,7 +101,7 @@ def main() -> None:
     ceiling = next(iter(known))
     rates: dict[str, list[float]] = {who: [] for who in {ceiling: known[ceiling], **chosen}}
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
-        workload = prepare(Path(folder), name, ranks, steps, records)
+        workload = prepare(Path(folder), name, ranks, steps, records, arguments.cache)
         for number in range(arguments.rounds):
             for who, measured in rates.items():
                 try:
@@ -140,7 +143,9 @@ def contenders(system: str, ranks: int) -> Iterator[tuple[str, Contender]]:
         yield "PyTorch DDP over gloo", Contender(["ddp", "gloo"])
 
 
-def prepare(folder: Path, system: str, ranks: int, steps: int, count: int) -> Workload:
+def prepare(
+    folder: Path, system: str, ranks: int, steps: int, count: int, cache: Literal["memory", "none"]
+) -> Workload:
     """Make so many records from a fixed seed, as an .npz file and as TFRecords."""
     # Imported here, because it loads TensorFlow.
     from horovod_train.data.prepare.images import GREY_SCHEMA
@@ -166,7 +171,7 @@ def prepare(folder: Path, system: str, ranks: int, steps: int, count: int) -> Wo
         data=DataConfig(
             train=(str(folder / "records" / "train"),),
             global_batch_size=ranks * batch,
-            cache="memory" if system == "mlp" else "none",  # as configs/mlp_synchronous.yaml
+            cache=cache,
         ),
         model=ModelSpec(system),
         loss=LossSpec(loss, {"from_logits": True}),
