@@ -373,15 +373,18 @@ def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: A
 
 
 def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
-    """Call all hooks; return the first stop reason, or None.
+    """Call all hooks; return the first stop reason, or None. What is due by steps and by epochs is called once.
 
     A stop request may interrupt an evaluation: then users' hooks are left to the run that resumes, which evaluates
     first.
     """
-    reason, callbacks = None, run.parts.callbacks
+    reason, callbacks, called = None, run.parts.callbacks, list[HookFunction]()
     evaluates = any(hook.function is evaluate for hook in hooks)
     callbacks.hooks_left_at = -1
     for hook in hooks:
+        if hook.function in called:
+            continue
+        called.append(hook.function)
         is_users = hook in run.parts.users_hooks
         if is_users and evaluates and not is_evaluated(run, step):
             callbacks.hooks_left_at = step

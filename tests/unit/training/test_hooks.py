@@ -193,7 +193,7 @@ def fitted_with(users: Sequence[Hook], *, last: int, stop: StopReason | None = N
     run.stopping = SimpleNamespace(vote=lambda: next(votes, stop), vote_periodically=lambda: None)
     noting = every(3, lambda run, step: run.called.append("save"))
     evaluation = every(3, vars(training_run)["evaluate"], is_done=is_evaluated)
-    run.reason = fit(run, [evaluation, *users, noting], Audit())
+    run.reason = fit(run, [evaluation, evaluation, *users, noting], Audit())  # due by steps and by epochs
     run.saved = {"step": run.state.step, "callbacks": callbacks.state(), "evaluated": run.parts.evaluated}
     return run
 
