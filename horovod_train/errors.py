@@ -93,15 +93,23 @@ _PASSING = {
 
 
 _PASSING_NAMES = {
-    *("HTTPClientError", "ConnectionError", "ResponseParserError"),  # botocore; the second of requests, too
-    *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),  # aiohttp
-    *("HttpError", "TransportError"),  # gcsfs, google.auth; the second of httpx, too
-    *("Timeout", "ReadTimeout", "ConnectTimeout", "ChunkedEncodingError"),  # requests
+    *("HTTPClientError", "ConnectionError", "EndpointConnectionError", "ResponseParserError"),  # botocore
+    *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError", "ServerDisconnectedError"),  # aiohttp
+    *("HttpError", "TransportError"),  # gcsfs, google.auth
+    *(
+        "ConnectError",
+        "ReadError",
+        "WriteError",
+        "PoolTimeout",
+        "RemoteProtocolError",
+    ),  # httpx: kinds of TransportError
+    *("Timeout", "ReadTimeout", "ConnectTimeout", "ProxyError", "ChunkedEncodingError"),  # requests
     *("MaxRetryError", "ProtocolError", "ReadTimeoutError"),  # urllib3
-    *("URLError", "IncompleteRead"),  # urllib, http
+    *("URLError", "IncompleteRead", "RemoteDisconnected"),  # urllib, http
     *("TimeoutError", "IncompleteReadError"),  # asyncio
 }
-"""Names of classes of errors that may pass. Names, because their packages need not be installed."""
+"""Names of classes of errors that may pass. Names, because their packages need not be installed; also of subclasses,
+because of what a stream raises the name alone is known."""
 _PASSING_ANSWERS = {408, 425, 429}
 """Of the answers of HTTP from 400 to 499, the others of which say that the request is wrong."""
 
@@ -133,6 +141,8 @@ def unreadable_as_told(text: str) -> type[RunError]:
     kind, number = getattr(builtins, name, None), re.search(r"\[Errno (\d+)\]", text)
     may_pass = name in _PASSING_NAMES or (number is not None and int(number[1]) in _PASSING)
     may_pass = may_pass or (isinstance(kind, type) and issubclass(kind, TimeoutError | ConnectionError))
+    if name in ("HTTPError", "HTTPStatusError"):
+        may_pass = re.search(r"\b(408|425|429|5\d\d)\b", text) is not None
     return ReadFailed if may_pass else UserError
 
 

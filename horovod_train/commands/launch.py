@@ -452,7 +452,7 @@ class Supervisor:
         """Look while ranks run too: where the directory goes, and they with it, it is too late afterwards."""
         looked_at = time.monotonic()
         while not self._is_over.wait(LOG_EVERY_S if self._log and self._log.has_pending else LOOK_EVERY_S):
-            if self._log:
+            if self._log and self._log.has_pending:
                 with self._writing:
                     self._log.flush()
             if time.monotonic() - looked_at >= LOOK_EVERY_S:

@@ -209,9 +209,9 @@ class Stream:
             raise
         except Exception as error:
             said = _describe(error)
-            kind = unreadable_as_told(said) if isinstance(error, tf.errors.OpError) else unreadable(error)
-            if isinstance(error, tf.errors.UnavailableError):
-                kind = ReadFailed
+            is_tensorflows = isinstance(error, tf.errors.OpError)
+            kind = unreadable_as_told(said) if is_tensorflows else unreadable(error)
+            kind = ReadFailed if isinstance(error, tf.errors.UnavailableError) else kind
             raise kind(f"{WHERE}: {self.name(epoch)}: {said}.") from error
 
     def _call(self, epoch: int) -> tf.data.Dataset | None:
@@ -240,6 +240,7 @@ def _describe(error: Exception) -> str:
         return describe_error(error)
     # TensorFlow names its node, and quotes what a generator raised with its traceback.
     text = re.sub(r"\{\{[^{}]*\}\}", "", str(error.message)).strip()
+    text = re.sub(r"^Error in user-defined function passed to .*? iterator: \S+: ", "", text).strip()
     return text.splitlines()[0].strip().rstrip(".")
 
 

@@ -259,8 +259,8 @@ class Appender:
         self._pending: deque[bytes] = deque()
         self._size = self._lost = 0
         self._is_failing = False
-        self._cut_at: int | None = None
-        """Offset at which a failed write began, until its partial data has been cut off."""
+        self._cut_at: tuple[int, int] | None = None
+        """Offsets at which a failed write began and ended, until its partial data has been cut off."""
 
     @property
     def has_pending(self) -> bool:
@@ -310,26 +310,29 @@ class Appender:
         if not data and not self.path.exists():
             return
         if self._cut_at is not None:
-            self._cut(self._cut_at)
+            self._cut(*self._cut_at)
         try:
             # Unbuffered: a buffer would try again to write the rest when the file is closed.
             with self.path.open("ab", buffering=0) as file:
-                self._cut_at = file.tell()
+                begin = end = file.tell()
                 while data:
-                    data = data[file.write(data) :]
+                    self._cut_at = begin, end
+                    written = file.write(data)
+                    data, end = data[written:], end + written
+                self._cut_at = begin, end
                 if sync:
                     os.fsync(file.fileno())
         except OSError:
             # Half a piece would corrupt the next one, and a whole piece would appear twice.
             if self._cut_at is not None:
                 with contextlib.suppress(OSError):
-                    self._cut(self._cut_at)
+                    self._cut(*self._cut_at)
             raise
         self._cut_at = None
 
-    def _cut(self, size: int) -> None:
-        if self.path.is_file():
-            os.truncate(self.path, size)
+    def _cut(self, begin: int, end: int) -> None:
+        if self.path.is_file() and self.path.stat().st_size == end:  # else another process has appended
+            os.truncate(self.path, begin)
         self._cut_at = None
 
 

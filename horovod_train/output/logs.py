@@ -197,7 +197,7 @@ def _without_noise() -> Iterator[None]:
     unfailing(sys.stderr).flush()
     stderr_copy = os.dup(2)
     # A session of its own, so that Ctrl-C leaves it what was written before.
-    command = ["grep", "-avE", *(word for pattern in noise for word in ("-e", pattern))]
+    command = ["grep", "--line-buffered", "-avE", *(word for pattern in noise for word in ("-e", pattern))]
     try:
         grep = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stderr_copy, start_new_session=True)
     except OSError:  # then all is shown

@@ -247,12 +247,13 @@ class RunOutput(Output):
         self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
         self.show_progress(step)
-        # Plain numbers: what computes them may give NumPy's, or tensors.
-        values = {name: float(value) for name, value in values.items()}
         if reserved := [name for name in values if name in ABOUT]:
             raise ValueError(f"no value can be called {reserved[0]}: every row of metrics has one")
+        # Plain numbers: what computes them may give NumPy's, or tensors.
+        numbers = {**values, **aside.figures}
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
         for writer in self._writers:
-            writer.write(step, epoch, split, {**values, **aside.figures})
+            writer.write(step, epoch, split, numbers)
         seconds = int(time.monotonic() - self._started)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         if not aside.shown:

@@ -99,13 +99,13 @@ class TensorBoard:
         self.add_scalars(split, step, {_chart(name): value for name, value in values.items()})
 
     def rewind(self, step: int) -> None:
-        """Begin at `step`: each start writes new files, and those of earlier starts stay as they are."""
+        """Do nothing: each start writes new files, and those of earlier starts stay as they are."""
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each of these charts."""
 
     def add_config(self, step: int, config: Mapping[str, Any]) -> None:
-        """Add the settings, as text and as hyperparameters."""
+        """Begin at `step`, before all else: add the settings, as text and as hyperparameters."""
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
         """values: floating tensors or variables of any shape, by name; non-finite numbers are left out."""
@@ -133,9 +133,6 @@ class TensorBoardWriter(TensorBoard):
         self._profiled: Any = None
         """The current step, while it is profiled."""
 
-    def rewind(self, step: int) -> None:
-        self._first_step = step
-
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
@@ -148,6 +145,7 @@ class TensorBoardWriter(TensorBoard):
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
 
+        self._first_step = step
         events, settings = self._of("train"), dict(by_key(config))
         table = ["| setting | value |", "|---|---|", *(f"| {key} | {json.dumps(settings[key])} |" for key in settings)]
         events.put(step=step, summary=text_pb("config", "\n".join(table)))

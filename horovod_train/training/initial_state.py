@@ -167,7 +167,9 @@ def _restore_rates(run: Run, arrays: dict[str, Any], facts: Facts) -> None:
         if is_same_schedule and facts.built_rates.get(name, built) == built:
             rate.assign(saved)
             if float(saved) != built and "callbacks" in facts.changes(run.config, ["callbacks"]):
-                log.info(f"the learning rate stays {float(saved):g}, which callbacks had set; it began at {built:g}")
+                log.info(
+                    f"resumed with the learning rate {float(saved):g}, which callbacks had set; it began at {built:g}"
+                )
         elif float(saved) != built:
             why = "as the config or the model says"
             log.info(f"the learning rate is {built:g} from here on, {why}; it was {float(saved):g}")

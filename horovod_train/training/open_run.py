@@ -477,7 +477,8 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
     steps_per_epoch = config.data.steps_per_epoch if is_training else None
     lengths = None
     if steps_per_epoch is None:
-        count = f"counting the records of {stream.spec.name}; with data.steps_per_epoch they need not be counted"
+        spared = "; with data.steps_per_epoch they need not be counted" if is_training else ""
+        count = f"counting the {'training' if is_training else 'evaluation'} records of {stream.spec.name}{spared}"
         with group.heartbeat.phase("index", count), logs.said_if_slow(count), group.raise_together():
             length = stream.count()
         lengths = group.gather(length)

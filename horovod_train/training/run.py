@@ -378,13 +378,10 @@ def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
     A stop request may interrupt an evaluation: then users' hooks are left to the run that resumes, which evaluates
     first.
     """
-    reason, callbacks, called = None, run.parts.callbacks, list[HookFunction]()
+    reason, callbacks = None, run.parts.callbacks
     evaluates = any(hook.function is evaluate for hook in hooks)
     callbacks.hooks_left_at = -1
-    for hook in hooks:
-        if hook.function in called:
-            continue
-        called.append(hook.function)
+    for hook in {hook.function: hook for hook in hooks}.values():
         is_users = hook in run.parts.users_hooks
         if is_users and evaluates and not is_evaluated(run, step):
             callbacks.hooks_left_at = step

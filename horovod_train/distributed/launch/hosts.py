@@ -28,6 +28,7 @@ from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import named_gpus
 from horovod_train.distributed.launch.started_ranks import (
     CANNOT_RUN,
+    NOTHING_STARTED,
     SAVE_WITHIN_S,
     SSH_LOST,
     Started,
@@ -212,10 +213,11 @@ def _agent() -> list[str]:
 
 
 def _agent_over_ssh() -> str:
-    """Return words for the shell of another host. A host without this folder or this Python ends with 2."""
+    """Return words for the shell of another host, which may have neither this folder nor this Python."""
     folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
     path = shlex.quote(os.environ.get("PYTHONPATH", ""))
-    refuse = f'{{ echo "error: $(hostname) has not" {folder} "or not" {python}", as this host has." >&2; exit 2; }}'
+    says = f'echo "error: $(hostname) has not" {folder} "or not" {python}", as this host has." >&2'
+    refuse = f"{{ {says}; exit {NOTHING_STARTED}; }}"
     return f"cd {folder} && test -x {python} || {refuse}; PYTHONPATH={path} exec {shlex.join(_agent())}"
 
 
@@ -233,10 +235,10 @@ def run_agent() -> int:
         ranks = start_here(order["meeting"], order["first"], order["ranks"], order["program"])
     except OSError as error:
         to_stderr(f"error: {order['program'][0]}: {error.strerror} on {socket.gethostname()}.")
-        return UserError.exit_code if error.errno in CANNOT_RUN else 1
+        return NOTHING_STARTED if error.errno in CANNOT_RUN else 1
     threading.Thread(target=_pass_on, args=(ranks,), daemon=True).start()
     code = judge(ranks.wait(end_together=order["end_together"]), ranks.kind, asked_by=ranks.asked_by).code
-    return 1 if code == SSH_LOST else code  # ssh ends with that where it does not reach a host
+    return 1 if code in (SSH_LOST, NOTHING_STARTED) else code  # which mean something else
 
 
 def _let_launch_decide(number: int, _: object) -> None:

@@ -92,7 +92,7 @@ def choose_host(hosts: Sequence[str], interface_names: Sequence[str]) -> str:
 
 def _routed_address(hosts: Sequence[str]) -> str:
     hostname = socket.gethostname()
-    for host in hosts:
+    for host in dict.fromkeys(hosts):
         if host != hostname:
             with suppress(OSError):
                 return local_address_towards(host)

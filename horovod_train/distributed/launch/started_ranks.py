@@ -39,6 +39,8 @@ CANNOT_RUN = {errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.E2
 """Why a program cannot be started here. Other errors may pass: too many processes, a file server that is away."""
 SSH_LOST = 255
 """What ssh ends with if it cannot reach the host, or reaches it no longer."""
+NOTHING_STARTED = 254
+"""What the agent of a host ends with if the program, or this folder, is not there."""
 OTHERS_END_AFTER_LOSS_S = 5.0
 """The same where a host is lost: ranks elsewhere wait for it in vain, and can save nothing more."""
 SAVE_WITHIN_S = 300.0
@@ -81,6 +83,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
     is_first: whether no ranks were started before, of which one on a host that is lost may still run.
     """
     codes = set(ended.codes.values())
+    if kind == "host" and NOTHING_STARTED in codes and is_first:  # later a file server may be away
+        codes.add(UserError.exit_code)
     if codes == {0}:
         return Verdict("done", 0, "done")
     for code, why in (
@@ -109,6 +113,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
 def _how_it_ended(kind: Kind, name: str, code: int) -> str:
     if kind == "host" and code == SSH_LOST:
         return f"{name} is lost: ssh does not reach it any more"
+    if kind == "host" and code == NOTHING_STARTED:
+        return f"{name} has not the program or its folder now"
     who = {"rank": f"rank {name}", "mpirun": "mpirun", "host": f"a rank on {name}"}[kind]
     if code <= 128:
         return f"{who} ended with exit code {code}"
@@ -297,7 +303,7 @@ def _members(group: int) -> list[psutil.Process]:
         return []
     members = []
     for number in psutil.pids():
-        with suppress(psutil.NoSuchProcess, OSError):
+        with suppress(psutil.Error, OSError):
             if os.getpgid(number) == group and (process := psutil.Process(number)).status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
     return members

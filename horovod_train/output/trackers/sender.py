@@ -72,7 +72,10 @@ class Tracker(Protocol):
         """
 
     def log(self, row: Row) -> None:
-        """Keep one row. Each step of a split is logged once, also if the run is resumed from an earlier step."""
+        """Keep one row. Each is logged once, also if the run is resumed from an earlier step.
+
+        Two hooks may log two rows of one split at one step.
+        """
 
     def finish(self, ended: Ended, files: Sequence[Path]) -> None:
         """Keep these files of the run directory, and return when all is kept."""
@@ -285,7 +288,7 @@ class Sender:
             if not self._has_refused:
                 self._warn(f"refuses the row of step {row.step}: {self._describe(error)} Such rows are left out.")
             self._has_refused = True
-        self._record.logged[row.split] = row.step
+        self._record.logged[row.split] = max(row.step, self._record.logged.get(row.split, -1))
         self._save()
 
     def _save(self) -> None:

@@ -118,8 +118,8 @@ def begin_callbacks(run: Run) -> None:
     """Collective: tell the callbacks before the first step that training begins, and give back their state.
 
     When the run resumes they are told again what had begun before the checkpoint, because some keep no state. What that
-    changes is in the checkpoint already, so it is undone, in the variables and in their state; save what a callback
-    changes that the config has added since, or has given other options.
+    changes is in the checkpoint already, so it is undone, in the variables and in their state; save learning rates that
+    callbacks set which the config has added since, or given other options.
     """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
@@ -139,12 +139,14 @@ def begin_callbacks(run: Run) -> None:
     may_change_all = callbacks.run_users_code("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
     changeable = run.state.variables() if may_change_all else run.state.rates
     before, added = _by_whether_it_was_there(run, saved)
-    undo = _undoing(changeable if before else {})
-    for told in (before, added):
+    for told, kept in ((before, {}), (added, run.state.rates)):
+        undo = _undoing(
+            {name: each for name, each in changeable.items() if name not in kept} if "told" in saved else {}
+        )
         tell(run, step, "on_train_begin", told=told)
         for method, number in again:
             tell(run, step, method, number, told=told)
-        if told is before and (changed := undo()):
+        if changed := undo():
             log.info(
                 f"resumed with the values of the checkpoint, not with what callbacks have just set: {listed(changed)}"
             )
@@ -171,7 +173,7 @@ def _by_whether_it_was_there(run: Run, saved: Mapping[str, Any]) -> tuple[list[N
 
 
 def _as_json(settings: Any) -> str:
-    return json.dumps(settings, default=str)
+    return json.dumps(settings, default=str, sort_keys=True)
 
 
 def _undoing(variables: Mapping[str, tf.Variable]) -> Callable[[], list[str]]:

@@ -136,7 +136,7 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
 
 
 def first_rows(batch: Batch, passes: int) -> Batch:
-    """Return the rows of a batch, records or not, that a full step's first pass of several has."""
+    """Return the rows of a batch, records or not, that the largest of several passes of a full step has."""
     rows = batch.ids.shape[0] or tf.shape(batch.ids)[0]
     return _rows(batch, slice(0, (rows + passes - 1) // passes))
 

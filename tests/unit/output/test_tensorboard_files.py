@@ -16,7 +16,9 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from horovod_train.config.settings import LogConfig
 from horovod_train.output.files import MAX_PENDING_BYTES
+from horovod_train.output.run_dir import open_output
 from horovod_train.output.tensorboard import Costs, Events, Op, TensorBoardWriter, find_profiles, read_profiles
 
 
@@ -93,12 +95,13 @@ def test_tensorboard_shows_a_start_whose_clock_is_behind_that_of_the_start_befor
 
 def test_tensorboard_forgets_what_a_resume_takes_back(tmp_path: Path) -> None:
     for step, points in [(0, (50, 100, 150, 200)), (110, (125, 200, 225))]:
-        board = TensorBoardWriter(tmp_path)
-        board.rewind(step)
+        output = open_output(str(tmp_path), LogConfig(), is_root=True, launched=True)
+        output.start_trackers(step, {"seed": 1}, anew=False)
+        output.rewind(step)
         for point in points:
-            board.add_scalars("train", point, {"loss": 1.0})
-        board.close()
-    read = EventAccumulator(str(tmp_path / "train"))
+            output.append_metrics("train", point, 0, {"loss": 1.0})
+        output.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard" / "train"))
     read.Reload()
     assert [event.step for event in read.Tensors("loss")] == [50, 100, 125, 200, 225]
 
