@@ -11,6 +11,7 @@ The wire format: https://protobuf.dev/programming-guides/encoding, and tensorflo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ class FunctionParser:
                 if len(tensor) != 1:
                     return f"{self._name} gives {len(tensor)} rows of {name} for it; expected 1"
         except _OP_ERRORS as error:
-            return one_line(error.message)
+            return reason_of(error)
         except UnicodeDecodeError:
             return "it cannot be parsed"
         return None
@@ -160,6 +161,19 @@ class FunctionParser:
     def _call(self, records: list[bytes]) -> dict[str, tf.Tensor]:
         with tf.device("cpu:0"):
             return self._function(tf.constant(np.array(records, object)))
+
+
+def reason_of(error: tf.errors.OpError) -> str:
+    """Return why an operation has failed, in one line: what follows the stack of where it was made.
+
+    TensorFlow names its node, and quotes what a user's Python function raised with its traceback.
+    """
+    text = re.sub(r"\{\{[^{}]*\}\}", "", str(error.message)).strip()
+    text = re.sub(r"^Error in user-defined function passed to .*? iterator: \S+: ", "", text)
+    if text.startswith("Graph execution error"):
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("[[")]
+        return one_line(lines[-1]) if lines else one_line(text)
+    return text.splitlines()[0].strip() if text else ""
 
 
 def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:

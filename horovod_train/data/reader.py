@@ -148,8 +148,13 @@ def parse_usable(
     arrays = parser.parse(usable) if usable else {}
     if arrays is None:  # as of a user's function that takes each record, but not these together
         rows = [parser.parse([stored]) for stored in usable]
-        assert None not in rows, "every record was checked, and one still does not parse"
-        arrays = {name: np.concatenate([row[name] for row in rows if row]) for name in parser.dtypes}
+        left = [record for record in records.tolist() if record not in unusable]
+        for record, row in zip(left, rows, strict=True):
+            if row is None:
+                unusable[record] = name_record(record, "TensorFlow cannot parse it as its features say")
+        parsed = [row for row in rows if row]
+        arrays = {name: np.concatenate([row[name] for row in parsed]) for name in parser.dtypes} if parsed else {}
+        unusable = dict(sorted(unusable.items()))
     return arrays, unusable
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.batch_source import Batch, BatchSource, StepRange, iterate, prefetch_to
 from horovod_train.data.model_inputs import describe_inputs
+from horovod_train.data.parsing import reason_of
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import ReadFailed, RunError, UserError, unreadable, unreadable_as_told
@@ -238,10 +238,7 @@ def _describe(error: Exception) -> str:
     """Return what was raised in one line, and where in the user's code if Python knows it."""
     if not isinstance(error, tf.errors.OpError):
         return describe_error(error)
-    # TensorFlow names its node, and quotes what a generator raised with its traceback.
-    text = re.sub(r"\{\{[^{}]*\}\}", "", str(error.message)).strip()
-    text = re.sub(r"^Error in user-defined function passed to .*? iterator: \S+: ", "", text).strip()
-    return text.splitlines()[0].strip().rstrip(".")
+    return reason_of(error).rstrip(".")
 
 
 @tf.autograph.experimental.do_not_convert

@@ -35,7 +35,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 _PNG_HEAD = 26
 """Bytes up to a PNG's depth in bits and its kind of colours, which come last."""
-_GREY, _PALETTE = 0, 3
+_GREY, _PALETTE, _GREY_ALPHA = 0, 3, 4
 """Kinds of colours of a PNG."""
 _DCT = {"fast": "INTEGER_FAST", "accurate": "INTEGER_ACCURATE"}
 _Choose = Callable[[tf.Tensor], tf.Tensor]
@@ -212,7 +212,7 @@ def _changes_numbers(feature: Feature, depth: Any, colours: Any) -> Any:
     gives colours. depth, colours: as in the file's head, bytes or tensors.
     """
     are_classes = bool(feature.classes) or (feature.interpolation == "nearest" and feature.shape[2] == 1)
-    is_deep = (depth == 16) & ((colours == _GREY) | are_classes)
+    is_deep = (depth == 16) & ((colours == _GREY) | (colours == _GREY_ALPHA) | are_classes)
     return is_deep | (((depth < 8) | (colours == _PALETTE)) & are_classes)
 
 

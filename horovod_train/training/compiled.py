@@ -139,7 +139,7 @@ class Compiled:
 
         def of(name: Any, output: Any) -> tf.Tensor:
             counted = by_class.get(name, by_class.get(None))
-            of_output = weights if counted is None else weights * counted(targets)
+            of_output = weights if counted is None else weights * counted(targets, output.shape.rank)
             return tf.reshape(of_output, [-1, *[1] * max(0, (output.shape.rank or 0) - 2)])
 
         if isinstance(outputs, Mapping):

@@ -79,17 +79,18 @@ class ClassWeights(NamedTuple):
     where: str
     """The key of the config, for messages."""
 
-    def __call__(self, targets: Any) -> tf.Tensor:
+    def __call__(self, targets: Any, axes: int | None = None) -> tf.Tensor:
         """Return the weight of each record's class, float32 [batch]. Raises ValueError.
 
-        A target [batch, classes] stands for its largest entry, as in Keras' `fit`.
+        A target [batch, classes] stands for its largest entry, as in Keras' `fit`. axes: of the output that it is
+        compared with, if known: of a label for each of several places there is no largest.
         """
         target = targets if self.target is None else pick(targets, self.target)
         if isinstance(target, Mapping):
             raise ValueError(f"{self.where} needs one target; there are {', '.join(target) or 'none'}")
         largest = max(self.by_class)
         table = tf.constant([self.by_class.get(number, 1.0) for number in range(largest + 2)])  # the last: any other
-        classes, other = _classes(target, largest, self.where), tf.constant(largest + 1, tf.int64)
+        classes, other = _classes(target, largest, axes or 2, self.where), tf.constant(largest + 1, tf.int64)
         return tf.gather(table, tf.where(classes < 0, other, tf.minimum(classes, other)))
 
     def check(self, schema: Schema) -> None:
@@ -229,12 +230,12 @@ def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: 
     return ClassWeights(weights, target, f"{where}.class_weight")
 
 
-def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:
-    """Return the class of each record, int64 [batch]. largest: the largest class with a weight."""
+def _classes(targets: Any, largest: int, axes: int, where: str) -> tf.Tensor:
+    """Return the class of each record, int64 [batch]. largest: the largest class with a weight. axes: of the output."""
     shape = targets.shape
     if shape.rank == 1 or (shape.rank == 2 and shape[1] == 1):
         return tf.cast(tf.round(tf.reshape(targets, [-1])), tf.int64)
-    if shape.rank != 2:
+    if shape.rank != 2 or axes > 2:
         raise ValueError(f"{where} needs a class for each record; the target has shape {shape[1:]}")
     if shape[1] is not None and shape[1] <= largest:
         raise ValueError(f"{where}: there is no class {largest}; the target has {shape[1]} entries")

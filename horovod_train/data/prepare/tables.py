@@ -32,7 +32,8 @@ _ALL_WHOLE = 2**24
 _SHARED = 4
 """Cells of up to so many characters are kept once: an object for each would take 20 times their room."""
 _BOOLEANS = {"true": 1, "false": 0}
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+_GROUPED = re.compile(r"[+-]?(\d{1,3}(\.\d{3})*|\d+)(,\d+)?")
+"""A number with a point between thousands, or none, and a decimal comma, or none."""
 _MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "nan", "-nan", "-", "?"}
 """Cells that stand for a missing value in tables of other programs, in lower case."""
 
@@ -239,9 +240,11 @@ def load_table(
         separator = _separator(content.partition(b"\n")[0].decode())
         columns, lines = _read_columns(content, separator, path)
     except UnicodeDecodeError as error:
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        which = "It is UTF-16" if is_utf16 else "If it is Latin-1, as spreadsheets often write"
         raise UserError(
-            f"{path}: is not UTF-8 text. If it is Latin-1, as spreadsheets often write: "
-            f"iconv -f latin1 -t utf-8 {shlex.quote(path)} > utf8.csv"
+            f"{path}: is not UTF-8 text. {which}: iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 "
+            f"{shlex.quote(path)} > utf8.csv"
         ) from error
     del content
     if not columns or (not lines and not may_be_empty):
@@ -268,11 +271,12 @@ def load_table(
                 rest = {name: cells, **dict(columns)}
                 gaps = {each: _find_missing(rest[each], point, is_text=each in stay_text) for each in rest}
                 raise _missing_cells(f"{path}:{lines[missing[0]]}: {name}", rest, gaps, path, separator)
-            continue
-        if table[name].dtype.kind == "f":
+            if name in stay_text or not all(map(_GROUPED.fullmatch, cells)):
+                continue
+        elif table[name].dtype.kind == "f":
             _check_floats(table[name], cells, point, path, name, lines)
         if point == ",":
-            has_commas = has_commas or any(map(_DECIMAL_COMMA.fullmatch, cells))
+            has_commas = has_commas or any("," in cell for cell in cells)
             found_here = (f"{lines[at]}: {name}: {cell}" for at, cell in enumerate(cells) if "." in cell)
             with_point = with_point or next(found_here, "")
     if has_commas and with_point:  # it may stand between thousands

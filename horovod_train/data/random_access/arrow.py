@@ -244,14 +244,14 @@ def _to_array(column: Any) -> np.ndarray:
         return values
     if _is_file(kind):
         return _to_array(column.field("bytes"))
-    if _is_tensor(kind):
-        return column.to_numpy_ndarray() if hasattr(column, "to_numpy_ndarray") else column.to_numpy()
     lacks = _rows_with_nulls(column)
     if lacks.any():  # only these records are bad, not those that are read with them
         values = objects([None] * len(column))
         values[lacks] = objects([np.array(row, object) for row in column.filter(arrow.array(lacks)).to_pylist()])
         values[~lacks] = objects(list(_to_array(column.filter(arrow.array(~lacks)))))
         return values
+    if _is_tensor(kind):
+        return column.to_numpy_ndarray() if hasattr(column, "to_numpy_ndarray") else column.to_numpy()
     if arrow.types.is_fixed_size_list(kind):
         values = _to_array(column.flatten())
         return values.reshape(len(column), kind.list_size, *values.shape[1:])
@@ -264,8 +264,10 @@ def _to_array(column: Any) -> np.ndarray:
 
 def _rows_with_nulls(column: Any) -> np.ndarray:
     """Return for each row whether it, or a list in it, lacks a value."""
-    from pyarrow import compute, types
+    from pyarrow import ExtensionArray, compute, types
 
+    if isinstance(column, ExtensionArray):  # of tensors, whose type hides the lists of their values
+        column = column.storage
     lacks = np.asarray(column.is_null())
     if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
         ends = np.cumsum(compute.list_value_length(column).fill_null(0).to_numpy())

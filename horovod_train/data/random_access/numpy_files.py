@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
         data = self.read_at(self.offset + first * row_bytes, length)
         if len(data) < length:
             raise UserError(f"{self.path}: {length} bytes expected for rows {first} to {last - 1}, {len(data)} came.")
-        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+        return np.frombuffer(data, self.dtype).reshape(last - first, *self.shape[1:])
 
 
 class NumpyArrays(FileStore):

@@ -39,7 +39,7 @@ from horovod_train.distributed.launch import hosts
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.distributed.launch.started_ranks import Ended, Kind, StartedRanks, judge
+from horovod_train.distributed.launch.started_ranks import NOTHING_STARTED, Ended, Kind, StartedRanks, judge
 from horovod_train.errors import SAVED, UserError
 from horovod_train.main import main
 
@@ -86,6 +86,16 @@ def test_what_follows_later_starts_differs_by_the_run_directory_alone(
     codes: list[int], follows: str, code: int
 ) -> None:
     verdict = judge(OneStart(*codes).wait(), "rank", asked_by=0, is_first=False)
+    assert (verdict.follows, verdict.code) == (follows, code)
+
+
+@pytest.mark.parametrize(("is_first", "follows", "code"), [(True, "stop", 2), (False, "again", NOTHING_STARTED)])
+def test_a_host_that_has_not_the_program_ends_it_at_the_first_start_alone(
+    is_first: bool, follows: str, code: int
+) -> None:
+    """Later a file server may be away."""
+    ended = Ended({"n1": 1, "n2": NOTHING_STARTED}, "n2", 1.0)
+    verdict = judge(ended, "host", asked_by=0, is_first=is_first)
     assert (verdict.follows, verdict.code) == (follows, code)
 
 

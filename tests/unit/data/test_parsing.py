@@ -86,6 +86,32 @@ def test_records_of_which_a_function_takes_only_one_at_a_time_are_parsed_so() ->
     assert (arrays["length"].tolist(), bad) == ([1, 2, 3], {})
 
 
+def test_a_record_that_tensorflow_alone_cannot_parse_is_a_bad_one() -> None:
+    """To protobuf numbers in two pieces are one list."""
+    whole, pieces = example(y=[1, 2]), [example(y=[1]), example(y=[2])]
+    lists = [tf.train.Example.FromString(piece).features.feature["y"].int64_list for piece in pieces]
+    split = b"".join(each.SerializeToString() for each in lists)
+    key = b"\x0a\x01y\x12" + bytes([len(split) + 2]) + b"\x1a" + bytes([len(split)]) + split
+    entry = b"\x0a" + bytes([len(key)]) + key
+    record = b"\x0a" + bytes([len(entry)]) + entry
+    parser = SchemaParser({"y": Feature("int64", (2,))})
+    assert parser.problem(record) is None
+    assert parser.parse([record]) is None
+    arrays, bad = parse_usable(parser, np.arange(3), [whole, record, whole], {}, lambda at, problem: f"{at}: {problem}")
+    assert arrays["y"].tolist() == [[1, 2], [1, 2]]
+    assert bad == {1: "1: TensorFlow cannot parse it as its features say"}
+    assert parse_usable(parser, np.arange(1), [record], {}, lambda at, problem: problem)[0] == {}
+
+
+def test_what_a_users_assertion_says_is_the_problem() -> None:
+    def checked(records: tf.Tensor) -> dict[str, tf.Tensor]:
+        length = tf.strings.length(records)
+        tf.debugging.Assert(tf.reduce_all(length < 3), ["too long", length])
+        return {"length": length}
+
+    assert FunctionParser(checked, "checked").problem(b"abcd") == "assertion failed: [too long] [4]"
+
+
 def test_records_that_differ_in_more_than_values_are_left_to_tensorflow() -> None:
     plain = example(label=1, numbers=[1, 2, 3, 4], real=[1.0, 2.0, 3.0], raw=bytes(8))
     renamed = plain.replace(b"numbers", b"Numbers")

@@ -244,9 +244,10 @@ def test_a_list_that_lacks_a_value_spoils_its_own_record_only(tmp_path: Path) ->
     nested[2] = [[1, 2], [None, 3]]
     deep = pa.list_(pa.list_(pa.int64(), 2), 2)
     columns = {"x": pa.array(lists, pa.list_(pa.float32())), "z": pa.array(lists, pa.list_(pa.float32(), 2))}
-    table = pa.table({**columns, "deep": pa.array(nested, deep), "y": list(range(10))})
+    tensor = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float32(), [2]), columns["z"])
+    table = pa.table({**columns, "deep": pa.array(nested, deep), "tensor": tensor, "y": list(range(10))})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
-    for name, values in {"x": lists, "z": lists, "deep": nested}.items():
+    for name, values in {"x": lists, "z": lists, "deep": nested, "tensor": lists}.items():
         bad = 2 if name == "deep" else 7
         features = {"x": {"max_length": 2}} if name == "x" else {}
         here = config(tmp_path / "a.parquet", shuffle=False, inputs=(name,), targets=("y",), features=features)

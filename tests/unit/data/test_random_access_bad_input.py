@@ -189,6 +189,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "no HDF5": (as_file("x.h5", b"text"), {}, "x.h5: cannot be read as HDF5"),
     "no Parquet": (as_file("x.parquet", b"text"), {}, "x.parquet: cannot be read as Parquet"),
     "no Arrow": (as_file("x.arrow", b"text"), {}, "x.arrow: cannot be read as Arrow"),
+    "UTF-16": (as_file("x.csv", "a,b\n1,2\n".encode("utf-16")), {}, "x.csv: is not UTF-8 text. It is UTF-16: iconv -f"),
     "no table": (as_file("x.csv", b"a,b\n1\n"), {}, "x.csv:2: expected 2 cells, as in the header; got 1."),
     "scalar in HDF5": (
         as_hdf5("x", 3.0),

@@ -155,16 +155,20 @@ def test_a_mask_as_jpeg_is_a_bad_record(tmp_path: Path) -> None:
         read(made(tmp_path))
 
 
-def grey_png(numbers: np.ndarray, depth: int) -> bytes:
-    """A PNG of so many bits a pixel, which Pillow does not write of grey."""
+def grey_png(numbers: np.ndarray, depth: int, alpha: bool = False) -> bytes:
+    """Of 1, 2 or 4 bits a pixel, or 16, which Pillow does not write; alpha: with a second value for each, all ones."""
 
-    def piece(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    def piece(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
     height, width = numbers.shape
-    bits = np.unpackbits(numbers.astype(np.uint8)[:, :, None], axis=2)[:, :, -depth:].reshape(height, -1)
-    lines = b"".join(b"\0" + row.tobytes() for row in np.packbits(bits, axis=1))
-    head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    if depth < 8:
+        bits = np.unpackbits(numbers.astype(np.uint8)[:, :, None], axis=2)[:, :, -depth:].reshape(height, -1)
+        rows = np.packbits(bits, axis=1)
+    else:
+        rows = np.stack([numbers, np.full_like(numbers, 65535)], -1) if alpha else numbers
+    lines = b"".join(b"\0" + row.tobytes() for row in rows)
+    head = struct.pack(">IIBBBBB", width, height, depth, 4 if alpha else 0, 0, 0, 0)
     parts = piece(b"IHDR", head), piece(b"IDAT", zlib.compress(lines)), piece(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -174,6 +178,7 @@ def grey_png(numbers: np.ndarray, depth: int) -> bytes:
     [
         ("I;16", {"classes": 21, "interpolation": "nearest"}, "a PNG of 16 bits, of which 8 would be read; expected"),
         ("I;16", {}, "a PNG of 16 bits"),
+        ("I;16 with alpha", {}, "a PNG of 16 bits"),
         ("P", {"classes": 21, "interpolation": "nearest"}, "a PNG with a palette, whose colours would be read; exp"),
         ("P", {"interpolation": "nearest"}, "with a palette, whose colours"),
         ("P", {}, ""),  # a picture
@@ -195,6 +200,8 @@ def test_numbers_that_a_png_would_lose_are_a_bad_record(
     elif kind == "1":
         image = image.point(lambda number: 255 * (number % 2)).convert("1")
     image.save(out, "PNG")
+    if kind == "I;16 with alpha":
+        out = io.BytesIO(grey_png(mask_of(1).astype(">u2"), depth=16, alpha=True))
     if kind == "4":
         out = io.BytesIO(grey_png(mask_of(1) % 16, depth=4))
     write_file(tmp_path / "a.tfrecord", [example(image=out.getvalue(), mask=png(mask_of(1)))] * 4)

@@ -195,6 +195,11 @@ def test_points_beside_decimal_commas_may_be_thousands(tmp_path: Path) -> None:
     path.write_text("price;part\n1.250;0,5\n980;1,5\n")
     with pytest.raises(UserError, match=r"t\.csv:2: price: 1\.250 has a point, and other numbers .* decimal commas"):
         load_table(str(path))
+    path.write_text("price;part\n1.250,5;x\n2,25;y\n")
+    with pytest.raises(UserError, match=r"t\.csv:2: price: 1\.250,5 has a point"):
+        load_table(str(path))
+    path.write_text("version;price\n1.2.3,4;0,5\n")
+    assert load_table(str(path))["version"].tolist() == ["1.2.3,4"]
     path.write_text("price;part\n1.250;0.5\n980;1.5\n")
     assert load_table(str(path))["price"].tolist() == [1.25, 980.0]
     path.write_text("tag;price\n1,2;0.5\nabc;1.5\n")  # a comma in a text is none of a number

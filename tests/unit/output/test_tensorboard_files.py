@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_train.config.settings import LogConfig
@@ -101,7 +102,7 @@ def test_tensorboard_forgets_what_a_resume_takes_back(tmp_path: Path) -> None:
         for point in points:
             output.append_metrics("train", point, 0, {"loss": 1.0})
         output.close()
-    read = EventAccumulator(str(tmp_path / "tensorboard" / "train"))
+    read = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "train"))
     read.Reload()
     assert [event.step for event in read.Tensors("loss")] == [50, 100, 125, 200, 225]
 

@@ -291,11 +291,13 @@ def callbacks_told(
     stops_in: str = "",
     evaluates: bool = True,
     option: str = "",
+    is_rate: bool = False,
 ) -> Started:
     """Start a run of epochs of five steps, which saves after step `until`. saved: what it resumes with.
 
     stops_in: the method in which its callback stops it. evaluates: False if a request interrupts the evaluations, of
-    which one is due after each second epoch. option: that the callback has in the config.
+    which one is due after each second epoch. option: that the callback has in the config. is_rate:
+    whether the weight is a learning rate.
     """
     told, figures = list[tuple[str, int | None]](), list[set[str]]()
     run, step, weight = run_with(), saved["step"] if saved else 0, tf.Variable(saved["weight"] if saved else 0.0)
@@ -325,7 +327,7 @@ def callbacks_told(
         epoch=step // PER_EPOCH,
         model=SimpleNamespace(stop_training=False),
         averages=Averages([]),
-        rates={},
+        rates={"weight": weight} if is_rate else {},
         variables=lambda: {"weight": weight},
     )
     run.checkpoint = None
@@ -396,11 +398,14 @@ def test_callbacks_of_a_run_that_resumes_are_told_again_what_had_begun_and_then_
 
 
 @pytest.mark.parametrize(("stopped", "again"), [(3, 3), (5, 3), (8, 1)])
-def test_what_a_callback_of_other_options_changes_when_a_run_resumes_remains(stopped: int, again: int) -> None:
-    """As one that sets another learning rate: that is not in the checkpoint. So of one that is new."""
+@pytest.mark.parametrize("is_rate", [False, True])
+def test_rates_that_a_callback_of_other_options_sets_when_a_run_resumes_remain(
+    stopped: int, again: int, is_rate: bool
+) -> None:
+    """They are not in the checkpoint. So those that a new one sets; what they do to weights is undone."""
     before = callbacks_told(until=stopped, last=8)
-    found = callbacks_told(until=8, last=8, saved=before.saved, option="another")
-    assert found.weight == beginnings(told_by_fit(8)) + again
+    found = callbacks_told(until=8, last=8, saved=before.saved, option="another", is_rate=is_rate)
+    assert found.weight == beginnings(told_by_fit(8)) + is_rate * again
 
 
 def test_an_epoch_whose_evaluation_was_interrupted_ends_after_it() -> None:

@@ -177,6 +177,15 @@ def test_targets_without_classes_are_refused(name: str) -> None:
         weights_by_class({"5": 2}, targets)
 
 
+def test_a_label_for_each_of_several_places_is_no_class_of_the_record() -> None:
+    weights = build_loss(LossSpec("mean_squared_error", {}, {"1": 3})).class_weights[None]
+    assert weights(tf.constant([[0, 1], [1, 0]]), 2).numpy().tolist() == [3.0, 1.0]  # one-hot
+    with pytest.raises(
+        ValueError, match=r"loss.class_weight needs a class for each record; the target has shape \(2,\)"
+    ):
+        weights(tf.constant([[1, 1], [0, 2]]), 3)
+
+
 def test_a_class_that_the_schema_excludes_is_refused() -> None:
     schema = Schema({"label": Feature("int64", classes=5)}, ("image",), ("label",), where="dataset.json")
     build_loss(LossSpec("mean_squared_error", {}, {"4": 2})).class_weights[None].check(schema)
