@@ -47,8 +47,16 @@ MEET_WITHIN_S = 1800
 """How long ranks wait for a pod that Kubernetes starts elsewhere: its host may have to fetch an image of some GB."""
 SSHD_HOME, SSHD_USER = "/home/mpi", 1000
 """Of the Dockerfile's sshd, which runs without root."""
-RANKS_HAVE_ENDED = f"while grep -qs '[{hosts.__name__[0]}]{hosts.__name__[1:]}' /proc/[0-9]*/cmdline; do sleep 1; done"
-"""For the shell of a worker: waits for the agent of its ranks, of which only sshd is a parent. Does not find itself."""
+_AGENTS = f"grep -ls '[{hosts.__name__[0]}]{hosts.__name__[1:]}' /proc/[0-9]*/cmdline"
+"""Prints the files of the agents of a worker's ranks; the pattern does not find itself."""
+END_RANKS = (
+    f"for agent in $({_AGENTS}); do "
+    "ssh=$(sed -n 's/^PPid:[^0-9]*//p' ${agent%cmdline}status); "
+    '[ "$ssh" -le 1 ] || kill "$ssh"; done; '
+    f"while {_AGENTS} > /dev/null; do sleep 1; done"
+)
+"""For the shell of a worker that must end: ends the connection of each agent, which then has its ranks save and end,
+and waits for them."""
 MAX_CONFIG_BYTES = 1 << 20
 """The limit of a ConfigMap."""
 _name = like(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "lowercase letters, digits and -, at most 52")
@@ -259,8 +267,8 @@ def mpi_job(job: Job) -> list[Manifest]:
     # The launcher trains nothing: it waits for the workers.
     launcher = _pod(job, [*command, *job.arguments], [], is_worker=False)
     worker = _pod(job, ["/usr/sbin/sshd", "-De", "-f", f"{SSHD_HOME}/.sshd_config"], [])
-    # Its ranks are killed when sshd has ended, as it does at SIGTERM; the launcher, which ends too, asks them to save.
-    worker["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", RANKS_HAVE_ENDED]}}}
+    # At SIGTERM sshd would end, and its ranks be killed with it. The launcher may run on, as when a node is drained.
+    worker["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", END_RANKS]}}}
     for pod in (launcher, worker):
         pod["securityContext"] = {"runAsUser": SSHD_USER, "fsGroup": SSHD_USER}
     spec = {

@@ -338,9 +338,11 @@ class Supervisor:
             if verdict.follows == "done":
                 self._say(after)
                 return verdict.code
-            if verdict.follows == "stop":
-                return self._stop(after, verdict.code)
             before, newest = newest, self._newest()
+            # What another host saved is seen here late: a run that is to begin anew is refused then, and resumes now.
+            is_seen_late = has_run and at_first is before is None is not newest
+            if verdict.follows == "stop" and not (is_seen_late and verdict.code == UserError.exit_code):
+                return self._stop(after, verdict.code)
             if lost:  # else no rank has trained, as while hosts do not answer
                 in_vain = in_vain + 1 if newest == before and self.program.run_dir is not None else 0
                 has_run, in_use_since = True, math.inf

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import HANGS_AFTER_S
+from conftest import run_process
 
 from horovod_train.distributed.launch import hosts
 from horovod_train.main import main
@@ -70,23 +68,29 @@ def test_pods_of_an_mpijob_are_as_kubernetes_schemas_want_them(capsys: pytest.Ca
         kubernetes_validate.validate(template, VERSION, strict=True)
 
 
-def test_a_worker_of_an_mpijob_ends_after_its_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Before SIGTERM reaches sshd, with which they would end."""
+CONNECTION = """
+import subprocess, sys
+agent = "import pathlib, sys; pathlib.Path('ready').touch(); sys.stdin.read(); pathlib.Path('saved').touch()"
+subprocess.Popen([sys.executable, "-c", agent, "-m", "NAME"], stdin=subprocess.PIPE).wait()
+"""
+"""In place of sshd's: when it is ended, its agent reads to the end of its input."""
+
+
+def test_a_worker_of_an_mpijob_ends_after_its_ranks_have_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before SIGTERM reaches sshd; also where the launcher runs on, as when a node is drained."""
     job = printed(capsys, "--mpijob")[-1]
     worker = job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     command = worker["lifecycle"]["preStop"]["exec"]["command"]
-    (tmp_path / "sleep").write_text(f"#!/bin/sh\necho >> {tmp_path}/slept; exec /bin/sleep 0.01\n")
-    (tmp_path / "sleep").chmod(0o755)
-    program = ["python", "-c", "import sys; sys.stdin.read()", "-m", hosts.__name__]
-    agent = subprocess.Popen(program, executable=sys.executable, stdin=subprocess.PIPE)
-    waits = subprocess.Popen(command, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    until = time.monotonic() + HANGS_AFTER_S
-    while not (tmp_path / "slept").exists() or (tmp_path / "slept").stat().st_size < 3:
-        assert waits.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    agent.communicate()
-    assert waits.wait(HANGS_AFTER_S) == 0
+    (tmp_path / "connection.py").write_text(CONNECTION.replace("NAME", hosts.__name__))
+    script = f"{sys.executable} connection.py & until [ -e ready ]; do sleep 0.05; done; {shlex.join(command)}"
+    # In a namespace of its own, because it ends what has started any agent.
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{script} && [ -e saved ]"]
+    finished = run_process(words, cwd=tmp_path)
+    if "unshare" in finished.stderr:
+        pytest.skip(f"a namespace of its own needs root: {finished.stderr.strip()}")
+    assert finished.returncode == 0, finished.text
 
 
 @pytest.mark.parametrize(

@@ -705,6 +705,21 @@ def test_a_run_that_was_to_begin_anew_does_so_until_it_has_saved(
     assert commands == ["first", "first", "first" if saved_before else "later"]
 
 
+def test_a_checkpoint_that_is_seen_late_is_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host has saved it; the next start is refused, as one that is to begin anew."""
+    monkeypatch.setattr("horovod_train.commands.launch.MAX_PAUSE_S", 0.0)
+    commands = list[str]()
+
+    def start(words: Sequence[str], *_: object) -> OneStart:
+        commands.extend(words)
+        if len(commands) == 2:
+            (tmp_path / "checkpoints" / "step-000000002").mkdir(parents=True)
+        return OneStart([137, 2, 0][len(commands) - 1])
+
+    assert supervise_by(start, PLAN, Program(["first"], ["later"], tmp_path)) == 0
+    assert commands == ["first", "first", "later"]
+
+
 @pytest.mark.parametrize(
     ("number", "fails_first", "code", "starts"),
     [(errno.EAGAIN, True, 0, 2), (errno.ENOENT, False, 0, 3), (errno.ENOENT, True, 2, 1)],
