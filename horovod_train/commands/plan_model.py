@@ -30,7 +30,7 @@ from horovod_train.shown_text import listed
 from horovod_train.training.build import Components, build_components
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.compiled import build_metrics
-from horovod_train.training.fine_tuning import is_lora, match
+from horovod_train.training.fine_tuning import Match, is_lora, match
 from horovod_train.training.hooks import load_hooks
 from horovod_train.training.initial_state import check_held_out, check_position
 from horovod_train.training.losses import build_loss
@@ -140,6 +140,8 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
     weights = _bytes(variable for name, variable in variables.items() if name.startswith("model/"))
     optimizer = _bytes(variable for name, variable in variables.items() if name.startswith("optimizer/"))
     total = _bytes(variables.values())
+    spec = outlook.config.model
+    matched = match(model, spec, train.class_names) if spec.init_from and not outlook.start else None
     is_cached = outlook.config.data.cache == "memory"
     memory = {
         "weights": weights,
@@ -155,22 +157,22 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
         rate_of=components.rate_of,
-        fine_tuning=dict(_fine_tuning(components, outlook)),
-        warnings=components.warnings,
+        fine_tuning=dict(_fine_tuning(components, outlook, matched)),
+        warnings=(*components.warnings, *(matched.warnings if matched else ())),
     )
 
 
-def _fine_tuning(components: Components, outlook: Outlook) -> Iterator[tuple[str, str]]:
-    """Yield what the model begins with and what of it is trained, in words. Raises UserError."""
+def _fine_tuning(components: Components, outlook: Outlook, matched: Match | None) -> Iterator[tuple[str, str]]:
+    """Yield what the model begins with and what of it is trained, in words."""
     spec, model = outlook.config.model, components.state.model
     if components.origins:
         yield "compiled", "; ".join(components.origins)
     if components.averages:
         yield "averages", components.averages
-    if spec.init_from and outlook.start:
-        yield "initial weights", f"not those of {spec.init_from}: the run resumes"
+    if matched:
+        yield "initial weights", f"{spec.init_from}: {matched.line()}"
     elif spec.init_from:
-        yield "initial weights", f"{spec.init_from}: {match(model, spec).line()}"
+        yield "initial weights", f"not those of {spec.init_from}: the run resumes"
     if frozen := components.freezing.apply(0):
         later = [
             f"; after epoch {epoch} trained: {listed(components.freezing.unfrozen_at(epoch))}"

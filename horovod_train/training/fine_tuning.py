@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint.layout import Damaged, open_checkpoint
+from horovod_train.checkpoint.layout import Checkpoint, Damaged, open_checkpoint
 from horovod_train.checkpoint.tensors import read_arrays
 from horovod_train.config.registry import find, is_users, load_function, raised_at, suggest
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.data.random_access.store import opening
+from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import as_tf_variable
+from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, contents
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import take_class, weights_of_slots
@@ -42,6 +45,8 @@ _NOT_THE_MODEL = ("optimizer", "compile_metrics", "_loss_tracker", "loss_tracker
 """Groups of a file that hold the state of `compile` and `fit`."""
 
 Arrays = dict[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
+ClassNames = Mapping[str, Sequence[str]]
 
 
 class Freezing:
@@ -173,6 +178,8 @@ class Match(NamedTuple):
     """Weights of the source that the model does not have, or that init_exclude names."""
     new: list[str]
     """Weights of the model that keep their initial values."""
+    warnings: Sequence[str]
+    """Why weights taken may not mean in the model what they meant in the source."""
 
     def line(self) -> str:
         """Return a sentence for the log."""
@@ -182,26 +189,30 @@ class Match(NamedTuple):
         return "; ".join(parts)
 
 
-def match(model: keras.Model, spec: ModelSpec) -> Match:
-    """Read the source and compare it with a built model, which is not changed. Raises UserError."""
+def match(model: keras.Model, spec: ModelSpec, class_names: ClassNames | None = None) -> Match:
+    """Read the source and compare it with a built model, which is not changed. Raises UserError.
+
+    class_names: of the training records, by feature; None if not known.
+    """
     source = spec.init_from
     assert source is not None
     weights = by_path(model.weights)
+    excluded = {
+        path
+        for number, pattern in enumerate(spec.init_exclude)
+        for path in find(pattern, weights, f"model.init_exclude[{number}]")
+    }
+    wanted = {path: tuple(weight.shape) for path, weight in weights.items() if path not in excluded}
     with ExitStack() as files:
-        arrays = _open(source, model, files)
-        excluded = {
-            path
-            for number, pattern in enumerate(spec.init_exclude)
-            for path in find(pattern, weights, f"model.init_exclude[{number}]")
-        }
-        common = [path for path in weights if path in arrays and path not in excluded]
+        arrays, warnings = _open(source, model, wanted, class_names or {}, files)
+        common = [path for path in wanted if path in arrays]
         if not common:
             raise UserError(
                 f"{_WHERE}: {source}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
                 f"model has {listed([*weights])}."
             )
         for path in common:  # values are read only after all shapes have been compared
-            there, shape = arrays[path].shape, tuple(weights[path].shape)
+            there, shape = arrays[path].shape, wanted[path]
             if there != shape:
                 raise UserError(
                     f"{_WHERE}: {source}: {path} has shape {list(there or ())} there and {list(shape)} in the model. "
@@ -209,7 +220,7 @@ def match(model: keras.Model, spec: ModelSpec) -> Match:
                 )
         left = [path for path in arrays if path not in common]
         taken = {path: _values(arrays[path], path, source) for path in common}
-    return Match(taken, left, [path for path in weights if path not in common])
+    return Match(taken, left, [path for path in weights if path not in common], warnings)
 
 
 def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
@@ -251,19 +262,21 @@ def _values(stored: Any, path: str, source: str) -> np.ndarray:
     raise UserError(f"{_WHERE}: {source}: {path} is {stored.dtype} there; expected numbers.")
 
 
-def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any]:
-    """Return the arrays of a source by path; of a file, its datasets, open as long as `files`."""
+def _open(
+    source: str, model: keras.Model, wanted: Shapes, class_names: ClassNames, files: ExitStack
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the arrays of a source by path, and warnings; of a file, its datasets, open as long as `files`."""
     if is_users(source):
-        return _from_function(source)
+        return _from_function(source), []
     if source.endswith((".keras", ".h5")):
-        return _from_file(source, model, files)
-    return _from_run(source, by_path(model.weights))
+        return _from_file(source, model, wanted, files), []
+    return _from_run(source, model, wanted, class_names)
 
 
-def _from_run(path: str, wanted: Collection[str]) -> Arrays:
+def _from_run(path: str, model: keras.Model, wanted: Shapes, class_names: ClassNames) -> tuple[Arrays, list[str]]:
     """Return the weights of a checkpoint, or their moving averages if it holds any, as `export` takes them.
 
-    wanted: the paths of the model's weights. What the run's model.lora learned is added to weights of a model without.
+    wanted: the shapes of the model's weights by path, without those of init_exclude.
     """
     checkpoint = open_checkpoint(path, _WHERE)
     try:
@@ -273,13 +286,52 @@ def _from_run(path: str, wanted: Collection[str]) -> Arrays:
     weights: Arrays = {}
     for kind in ("model/", "ema/"):
         weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
-    of_lora = [match for path in weights if path not in wanted and (match := _LORA.search(path)) and match[2] == "a"]
-    for first in of_lora if checkpoint.facts.setting("model.lora") else ():
-        # Keras adds (alpha / rank) · a b, and alpha is the rank unless enable_lora is given another.
-        changed, second = (first.expand(name) for name in (r"/\1\3", r"/lora_\1_b\3"))
-        layer = first.string[: first.start()]
-        weights[layer + changed] = weights[layer + changed] + weights.pop(first.string) @ weights.pop(layer + second)
-    return weights
+    of_settings = checkpoint.facts.setting("model.lora")
+    merged = {path: path.rpartition("/")[0] for path in _merge_lora(weights, wanted)}
+    guessed = [path for path, layer in merged.items() if not any(re.search(key, layer) for key in of_settings)]
+    warnings = [*_changed_vocabularies(checkpoint, model)]
+    if guessed:
+        warnings.append(
+            f"what LoRA learned is added to {listed(guessed)} as if enable_lora had been given no lora_alpha. If it "
+            "was given one, export that run to a .keras file and begin with the file."
+        )
+    head = [path for path in by_path(model.weights) if not is_lora(path)][-1:]
+    if all(path in wanted and path in weights for path in head):  # a new one learns the classes of now
+        warnings += _changed_classes(checkpoint, class_names)
+    return weights, [f"{_WHERE}: {checkpoint.folder}: {warning}" for warning in warnings]
+
+
+def _merge_lora(weights: Arrays, wanted: Shapes) -> list[str]:
+    """Add what LoRA learned to the weights beside it, unless the model takes it as it is; return their paths."""
+    merged = []
+    for found in [found for path in weights if (found := _LORA.search(path)) and found[2] == "a"]:
+        first, layer = found.string, found.string[: found.start()]
+        changed, second = (layer + found.expand(name) for name in (r"/\1\3", r"/lora_\1_b\3"))
+        if not {changed, second} <= weights.keys():
+            continue  # a user's own layer has such a name
+        if not all(wanted.get(path) == weights[path].shape for path in (first, second)):
+            # Keras adds (alpha / rank) · a b, and alpha is the rank unless enable_lora is given another.
+            weights[changed] = weights[changed] + weights.pop(first) @ weights.pop(second)
+            merged.append(changed)
+    return merged
+
+
+def _changed_vocabularies(checkpoint: Checkpoint, model: keras.Model) -> Iterator[str]:
+    then = checkpoint.facts.contents
+    held = {name: value for name, value in contents(model).items() if name.startswith((TABLE, VOCABULARY))}
+    if changed := [name for name, value in held.items() if then.get(name, value) != value]:
+        yield (
+            f"the model has another {listed(changed)} than that run, so weights taken, such as an Embedding's, may "
+            "stand for other words. Give the model those of then, or leave such weights out by model.init_exclude."
+        )
+
+
+def _changed_classes(checkpoint: Checkpoint, class_names: ClassNames) -> Iterator[str]:
+    advice = "If the task is the same, give it the classes of then; if not, leave the head out by model.init_exclude."
+    try:
+        check_same_classes(checkpoint.facts.class_names, "that run", class_names, "data.train", advice)
+    except UserError as error:  # another task may have as many classes
+        yield str(error)
 
 
 def _from_function(name: str) -> Arrays:
@@ -298,24 +350,35 @@ def _from_function(name: str) -> Arrays:
     return {str(path): np.asarray(value) for path, value in result.items()}
 
 
-def _from_file(path: str, model: keras.Model, files: ExitStack) -> dict[str, Any]:
+def _from_file(path: str, model: keras.Model, wanted: Shapes, files: ExitStack) -> dict[str, Any]:
     """Return the datasets of a Keras file, by the paths of the weights of this model where it has the same layers.
 
     A file knows its layers by name, and the weights of each by number. Others are named `layer/number`.
     """
-    model_weights = dict(_weights_by_layer(model, (), set()))
+    unique = dict(zip(map(id, model.weights), by_path(model.weights), strict=True))
+    in_model = [
+        (layer, [unique.get(id(weight), weight.path) for weight in weights])
+        for layer, weights in _weights_by_layer(model, (), set())
+    ]
+    paths = dict(in_model)
     arrays: dict[str, Any] = {}
     layers = _layers_in(path, files)
-    around = _place_of([layer for layer, _ in layers], list(model_weights))
-    for layer, values in [(f"{around}{layer}", values) for layer, values in layers]:
-        weights, names = model_weights.get(layer), [f"{layer}/{number}" for number in range(len(values))]
-        if weights is not None and len(weights) != len(values):
+    around = _place_of([layer for layer, _ in layers], list(paths))
+    layers = [(f"{around}{layer}", values) for layer, values in layers]
+    there, here = (Counter(layer for layer, _ in found) for found in (layers, in_model))
+    concerned = {layer for layer, names in in_model if wanted.keys() & names}
+    if twice := [layer for layer in there & here if (there | here)[layer] > 1 and layer in concerned]:
+        raise UserError(
+            f"{_WHERE}: {path}: several layers are called {listed(twice)}; a file of Keras tells layers apart by name. "
+            "Give them different names, leave them out by model.init_exclude, or begin with a run or a function."
+        )
+    for layer, values in layers:
+        names = paths.get(layer, [f"{layer}/{number}" for number in range(len(values))])
+        if len(names) != len(values):
             raise UserError(
-                f"{_WHERE}: {path}: layer {layer} has {len(values)} weights there and {len(weights)} in the model. "
+                f"{_WHERE}: {path}: layer {layer} has {len(values)} weights there and {len(names)} in the model. "
                 "Give the layer another name."
             )
-        if weights is not None:
-            names = [weight.path for weight in weights]
         arrays |= dict(zip(names, values, strict=True))
     return arrays
 

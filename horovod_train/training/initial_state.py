@@ -251,13 +251,15 @@ def take_initial_weights(run: Run) -> None:
     """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
     with run.group.raise_together():
         if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
-            matched = match(run.state.model, run.config.model)
+            matched = match(run.state.model, run.config.model, run.parts.train.class_names)
             copies = slots_like_weights(run.state.optimizer.variables, run.state.model.trainable_variables)
             assign(run.state.model, matched.taken)
             for slot, weight in copies:
                 slot.assign(weight)
             run.state.averages.restart()
             log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
+            for warning in matched.warnings:
+                log.warning(warning)
 
 
 def users_code(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -253,6 +253,20 @@ def test_a_resume_says_what_has_changed_since_the_checkpoint(tmp_path: Path, sai
     ]
 
 
+def test_a_run_warns_of_other_classes_than_those_of_its_initial_weights(tmp_path: Path, said: list[str]) -> None:
+    source, state = compiled(0.1), compiled(0.1, decay=0.9)
+    arrays = {name: variable.numpy() for name, variable in source.variables().items()}
+    write(tmp_path / "saved", arrays, Facts(5, 1, 0, 1, config={}, versions={}, class_names={"y": ["no", "yes"]}))
+    group = SimpleNamespace(raise_together=nullcontext, is_root=True)
+    config = Config(model=ModelSpec("mlp", init_from=str(tmp_path / "saved")))
+    parts = SimpleNamespace(train=SimpleNamespace(class_names={"y": ("yes", "no")}))
+    run: Any = SimpleNamespace(checkpoint=None, config=config, group=group, parts=parts, state=state)
+    initial_state.take_initial_weights(run)
+    assert np.array_equal(state.model.weights[0], source.model.weights[0])
+    where = f"warning: model.init_from: {tmp_path / 'saved'}: data.train: y 0 is yes; in that run it is no"
+    assert any(line.startswith(where) for line in said)
+
+
 def test_the_counts_of_updates_that_were_left_out_are_resumed(tmp_path: Path) -> None:
     step = restored(compiled(0.1), compiled(0.1), tmp_path / "saved", skipped=3, skipped_in_a_row=1).parts.train_step
     assert (int(step.skipped), int(step.skipped_in_a_row)) == (3, 1)

@@ -13,6 +13,7 @@ from keras import layers
 from horovod_train.checkpoint.layout import Facts
 from horovod_train.checkpoint.tensors import write
 from horovod_train.config.settings import ModelSpec
+from horovod_train.distributed.layer_contents import contents
 from horovod_train.errors import UserError
 from horovod_train.training.fine_tuning import Freezing, assign, enable_lora, match, slots_like_weights
 from horovod_train.training.state import weights_by_name
@@ -100,6 +101,36 @@ def test_layers_with_one_name_get_their_own_weights(tmp_path: Path) -> None:
     assert of_function.left == of_function.new == []
 
 
+@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+def test_a_file_with_layers_of_one_name_is_refused(ending: str, tmp_path: Path) -> None:
+    path = str(tmp_path / f"twins{ending}")
+    source = twins()
+    source.save(path) if ending == ".keras" else source.save_weights(path)
+    with pytest.raises(UserError, match="several layers are called twin; a file of Keras tells layers apart by name"):
+        match(twins(), ModelSpec("any", init_from=path))
+    with pytest.raises(UserError, match="no weight of it is one of the model's"):
+        match(twins(), ModelSpec("any", init_from=path, init_exclude=("twin",)))
+
+
+def test_layers_of_one_name_in_two_functional_models_get_their_own_weights_from_a_file(tmp_path: Path) -> None:
+    """Their weights have one path, dense/kernel."""
+
+    def built() -> keras.Model:
+        x = inputs = keras.Input((2,))
+        for name in "ab":
+            part = keras.Input((2,))
+            x = keras.Model(part, layers.Dense(2, use_bias=False, name="dense")(part), name=name)(x)
+        return keras.Model(inputs, x)
+
+    source, model, path = built(), built(), str(tmp_path / "parts.weights.h5")
+    source.save_weights(path)
+    found = match(model, ModelSpec("any", init_from=path))
+    assert found.left == found.new == []
+    assign(model, found.taken)
+    for ours, theirs in zip(model.weights, source.weights, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
 def test_what_lora_learned_in_layers_with_one_name_is_in_the_weights_of_each(tmp_path: Path) -> None:
     adapted, model, x = twins(), twins(), np.ones((1, 2), np.float32)
     enable_lora(adapted, {".": 1})
@@ -147,9 +178,65 @@ def test_what_lora_learned_is_in_the_weights_of_a_model_without(tmp_path: Path) 
     for is_adapted in (False, True):
         model = built(is_adapted)
         found = match(model, ModelSpec("any", init_from=str(tmp_path / "run")))
-        assert (found.left, found.new) == ([], [])
+        assert (found.left, found.new, found.warnings) == ([], [], [])
         assign(model, found.taken)
         assert np.asarray(model(words)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"init_exclude": ("lora_",)}, {}])
+def test_what_lora_learned_is_not_lost_where_the_model_has_another(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The run's model called enable_lora itself, and kept no alpha."""
+
+    def built(rank: int) -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="dense")], name="net")
+        model.layers[0].enable_lora(rank)
+        return model
+
+    adapted, model, x = built(1), built(2), np.ones((1, 4), np.float32)
+    for number, weight in enumerate(adapted.weights):
+        weight.assign(np.random.default_rng(number).normal(size=weight.shape))
+    save_run(tmp_path, adapted)
+    found = match(model, ModelSpec("any", init_from=str(tmp_path / "run"), **settings))
+    assert found.left == []
+    assert len(found.warnings) == 1
+    assert "is added to net/dense/kernel as if enable_lora had been given no lora_alpha" in found.warnings[0]
+    assign(model, found.taken)
+    assert np.asarray(model(x)) == pytest.approx(np.asarray(adapted(x)), rel=1e-5)
+
+
+def save_run(folder: Path, model: keras.Model, **facts: Any) -> None:
+    arrays = {f"model/{weight.path}": weight.numpy() for weight in model.weights}
+    write(folder / "run", arrays, Facts(1, 1, 0, 1, config={}, versions={}, **facts))
+
+
+def of_words(words: list[str]) -> keras.Model:
+    keras.utils.clear_session()
+    text = keras.Input((1,), dtype="string")
+    numbers = layers.StringLookup(vocabulary=words, name="words")(text)
+    return keras.Model(text, layers.Dense(1, name="score")(layers.Flatten()(layers.Embedding(4, 2)(numbers))))
+
+
+def test_another_vocabulary_than_that_of_the_run_is_said(tmp_path: Path) -> None:
+    source = of_words(["good", "bad"])
+    save_run(tmp_path, source, contents=contents(source))
+    spec = ModelSpec("any", init_from=str(tmp_path / "run"))
+    assert match(of_words(["good", "bad"]), spec).warnings == []
+    (warning,) = match(of_words(["bad", "good"]), spec).warnings
+    assert "the model has another table lookup_table of layer words than that run, so weights taken" in warning
+
+
+@pytest.mark.parametrize(
+    ("names", "excluded", "warned"),
+    [(["no", "yes"], (), 0), (["yes", "no"], (), 1), (["yes", "no"], ("^head/",), 0)],
+)
+def test_a_head_of_other_classes_than_those_of_the_run_is_said(
+    tmp_path: Path, names: list[str], excluded: tuple[str, ...], warned: int
+) -> None:
+    save_run(tmp_path, with_head(), class_names={"label": ["no", "yes"]})
+    spec = ModelSpec("any", init_from=str(tmp_path / "run"), init_exclude=excluded)
+    warnings = match(with_head(), spec, {"label": names}).warnings
+    assert len(warnings) == warned
+    assert all("data.train: label 0 is yes; in that run it is no" in warning for warning in warnings)
 
 
 def test_a_file_of_other_layers_is_still_refused(tmp_path: Path) -> None:
