@@ -57,10 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     from horovod_train.checkpoint.layout import open_checkpoint
     from horovod_train.data.dataset import class_names
     from horovod_train.inference.run import build_bare_model, known_inputs, load_weights, write_model
+    from horovod_train.training.initial_state import check_contents, contents_of_preprocess
 
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")
     weights = load_weights(model, saved, chosen_weights(arguments, as_evaluated=arguments.checkpoint == "best"))
+    check_contents(contents_of_preprocess(config.data.preprocess), saved)
     inputs = known_inputs(model, config.data, saved)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:

@@ -1,29 +1,38 @@
 """What layers are besides weights: options, constants, tables, vocabularies; and what they derive from weights.
 
+The same of a function that makes a model's inputs.
+
 None of it is sent between ranks. What is derived is derived anew, the rest is compared, by digests.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.consistency import digest
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside, parts_in
 
 _TABLES: tuple[type[Any], ...] = (
     tf.lookup.StaticHashTable,
     tf.lookup.experimental.MutableHashTable,
     tf.lookup.experimental.DenseHashTable,
 )
+T = TypeVar("T")
+_LIBRARIES = ("keras.", "keras_hub.")
+_OF_A_RUN = ("seed", "trainable", "dtype")
+"""Options of layers that are settings of a run."""
 CONSTANT, TABLE, VOCABULARY, OPTIONS = "constant", "table", "vocabulary", "options"
 """What the names in `contents` and `how_built` begin with."""
 
@@ -33,12 +42,53 @@ def contents(model: keras.Model, *, of_keras_only: bool = False) -> dict[str, st
 
     of_keras_only: of Keras' own layers; what those of a user hold may differ by rank, and not change what is computed.
     """
-    layers = [layer for layer in layers_inside(model) if not of_keras_only or is_of_keras(layer)]
-    return {f"{what} of layer {layer.path}": value for layer in layers for what, value in _held(layer)}
+    held, names = list[tuple[str, str]](), dict[int, str]()
+    for layer in layers_inside(model):
+        name = names.get(id(layer), layer.path or layer.name)
+        # The lookup inside a TextVectorization has no path.
+        names |= {id(part): name for part in parts_in(vars(layer), keras.Layer) if not part.path}
+        if not of_keras_only or is_of_keras(layer):
+            held += [(f"{what} of layer {name}", value) for what, value in _held(layer)]
+    return by_unique_name(held)
 
 
-def is_of_keras(layer: keras.Layer) -> bool:
-    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.Model)
+def contents_of_function(function: Any, name: str, owner: str) -> dict[str, str]:
+    """Return digests, by name, of what a function `package.module:function` computes with, or a layer of this name.
+
+    Of a function: of layers and tables that variables of its module, and its own, hold by now. owner: for the names.
+    """
+    if isinstance(function, keras.Layer):
+        variables: dict[str, Any] = {owner: function}
+    else:
+        plain = inspect.unwrap(function)
+        own = inspect.getclosurevars(plain).nonlocals if inspect.isfunction(plain) else getattr(plain, "__dict__", {})
+        named = {**vars(sys.modules[name.partition(":")[0]]), **own}
+        variables = {f"{key} in {owner}": value for key, value in named.items() if not key.startswith("__")}
+    held = list[tuple[str, str]]()
+    for variable, value in variables.items():
+        found = [(TABLE, table) for table in _tables(value)]
+        for layer in all_parts_in(value, keras.Layer):
+            found += _held(layer)
+        for layer in parts_in(value, keras.Layer):  # in its options are those of the layers inside
+            options = _options(layer, (*_OF_A_RUN, "build_config"), with_names=False)
+            if is_of_keras(layer, _LIBRARIES) and options is not None:
+                found.append((OPTIONS, digest(options.encode())))
+        held += [(f"{what} of {variable}", found_digest) for what, found_digest in found]
+    return by_unique_name(held)
+
+
+def by_unique_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Append #2, #3, … to repeated names: paths can repeat if a model has two layers of one name."""
+    counts: Counter[str] = Counter()
+    unique = {}
+    for name, value in named:
+        counts[name] += 1
+        unique[name if counts[name] == 1 else f"{name}#{counts[name]}"] = value
+    return unique
+
+
+def is_of_keras(layer: keras.Layer, packages: tuple[str, ...] = ("keras.",)) -> bool:
+    return type(layer).__module__.startswith(packages) and not isinstance(layer, keras.Model)
 
 
 def deriving_layers(model: keras.Layer) -> list[Any]:
@@ -74,7 +124,7 @@ def how_built(model: keras.Model) -> dict[str, str]:
     options: dict[str, str] = {}
     layers = [layer for layer in layers_inside(model) if layer.path]  # Keras' inputs have none
     for layer in layers:
-        if is_of_keras(layer) and (text := _options(layer, left_out=("seed", "trainable", "dtype"))) is not None:
+        if is_of_keras(layer) and (text := _options(layer, left_out=_OF_A_RUN)) is not None:
             name = f"{OPTIONS} of layer {layer.path}"
             options[name] = digest((options.get(name, "") + text).encode())
     order = digest("\n".join(layer.path for layer in layers).encode())
@@ -103,14 +153,19 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
         arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
         if arrays:
             yield f"{CONSTANT} {name}", digest("".join(map(digest_of_array, arrays)).encode())
-        for table in (part for kind in _TABLES for part in parts_in(value, kind)):
-            if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
-                keys, values = (part.numpy().tolist() for part in table.export())
-                yield f"{TABLE} {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
+        if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
+            yield from ((f"{TABLE} {name}", table) for table in _tables(value))
     if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
         assets = _digest_of_assets(layer)
         if assets is not None:
-            yield f"{VOCABULARY} or other assets" if is_of_keras(layer) else "assets", assets
+            yield f"{VOCABULARY} or other assets" if is_of_keras(layer, _LIBRARIES) else "assets", assets
+
+
+def _tables(value: Any) -> Iterator[str]:
+    for table in (part for kind in _TABLES for part in parts_in(value, kind)):
+        if hasattr(table.resource_handle, "numpy"):  # those of graphs have no values
+            keys, values = (part.numpy().tolist() for part in table.export())
+            yield digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
 
 
 def digest_of_array(array: np.ndarray) -> str:

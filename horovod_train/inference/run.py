@@ -34,19 +34,20 @@ from horovod_train.data.model_inputs import Input, ModelInputs, inputs_in_config
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.data.random_access.images import are_images
 from horovod_train.data.schema import check_same_classes, parse_feature
+from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import check_sums
 from horovod_train.distributed.layer_contents import contents, finalize, how_built
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
-from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.errors import RanksStartApart, RunError, UserError, one_line
 from horovod_train.inference.predictions import Predictions, PredictionsFile, RecordNames, Specs
 from horovod_train.output.rank_log import RankLog
 from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.initial_state import check_contents, users_code
+from horovod_train.training.initial_state import check_contents, contents_of_preprocess, users_code
 from horovod_train.training.losses import build_loss, takes_logits, takes_one_class
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
@@ -200,11 +201,15 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
         check_sums(group)
         model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
+            held = contents_of_preprocess(config.data.preprocess)
+        consistency.check(group, held, "at the start", RanksStartApart)
+        with group.raise_together():
             about: tuple[Any, ...] = ()
             if group.is_root:
                 saved = open_checkpoint(checkpoint, "--checkpoint")
                 facts, folder = saved.facts, str(saved.folder)
                 loaded = load_weights(model, saved, weights)
+                check_contents(held, saved)
                 of_records = (dict(facts.class_names), dict(facts.features))
                 about = (loaded, folder, facts.step, facts.epoch, facts.records, *of_records)
         group.broadcast(model.weights)

@@ -24,8 +24,9 @@ from horovod_train.config.settings import Config
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.schema import check_same_classes, settings_of
+from horovod_train.data.transforms import load_preprocess
 from horovod_train.distributed import consistency
-from horovod_train.distributed.layer_contents import OPTIONS, TABLE, VOCABULARY
+from horovod_train.distributed.layer_contents import OPTIONS, TABLE, VOCABULARY, contents_of_function
 from horovod_train.errors import UserError
 from horovod_train.shown_text import listed
 from horovod_train.training.fine_tuning import assign, match, slots_like_weights
@@ -268,6 +269,12 @@ def users_code(settings: Mapping[str, Any]) -> dict[str, str]:
     return {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
 
 
+def contents_of_preprocess(name: str | None) -> dict[str, str]:
+    """Return digests, by name, of what the function or preset of this `data.preprocess` computes with."""
+    preprocess = load_preprocess(name)
+    return contents_of_function(preprocess, name, f"data.preprocess {name}") if name and preprocess else {}
+
+
 def steps_of_hooks(run: Run) -> dict[str, str]:
     """Return when the user's hooks are called, which must be equal on all ranks."""
     steps = zip(run.config.hooks, run.parts.users_hooks, strict=True)
@@ -275,10 +282,11 @@ def steps_of_hooks(run: Run) -> dict[str, str]:
 
 
 def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    """Raise UserError if layers hold another vocabulary or table than in a checkpoint; warn of what else differs.
+    """Raise UserError if another vocabulary or table is held than in a checkpoint; warn of what else differs.
 
     Constants that are computed differ in the last bits between machines, and with the precision; files that a user's
-    layer saves, by the time; options of layers, by the version of Keras. held: by `contents` and `how_built`.
+    layer saves, by the time; options of layers, by the version of Keras. held: by `contents` and `how_built`, and by
+    `contents_of_preprocess`: in its names is the setting, so that nothing is said of another function or folder.
     """
     then = checkpoint.facts.contents
     changed = [name for name, value in held.items() if then.get(name, value) != value]
@@ -286,6 +294,6 @@ def check_contents(held: Mapping[str, str], checkpoint: Checkpoint) -> None:
         changed = [name for name in changed if not name.startswith(OPTIONS)]
     line = f"{checkpoint.folder}: changed since it was saved: {listed(changed)}"
     if any(name.startswith((TABLE, VOCABULARY)) for name in changed):
-        raise UserError(f"{line}; so weights would stand for other words. Give the model those of then.")
+        raise UserError(f"{line}; so weights would stand for other words. Give it those of then.")
     if changed:
         log.warning(line)

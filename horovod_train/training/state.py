@@ -19,12 +19,13 @@ import tensorflow as tf
 import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.layer_contents import by_unique_name
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import DivergedError
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.steps.optimizers import Optimizers
-from horovod_train.training.sync import SyncStrategy, by_path, by_unique_name
+from horovod_train.training.sync import SyncStrategy, by_path
 
 LOSS_AVERAGE_DECAY = 0.9
 """Decay of the moving average of the training loss."""

@@ -6,7 +6,6 @@ Each strategy is a SyncStrategy; STRATEGIES names them.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import tensorflow as tf
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.allreduce import add_up_rows
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.layer_contents import by_unique_name
 from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import variable_beside
 
@@ -73,16 +73,6 @@ class SyncParts:
 def settled_step() -> tf.Variable:
     """Create the variable for the step at which ranks were last made equal; the broadcast does it before step 1."""
     return tf.Variable(0, dtype=tf.int64, trainable=False, name="settled_step")
-
-
-def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> dict[str, tf.Variable]:
-    """Append #2, #3, … to repeated names: paths can repeat if a model has two layers of one name."""
-    counts: Counter[str] = Counter()
-    unique = {}
-    for name, variable in named:
-        counts[name] += 1
-        unique[name if counts[name] == 1 else f"{name}#{counts[name]}"] = variable
-    return unique
 
 
 def by_path(weights: Iterable[Any]) -> dict[str, tf.Variable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,107 @@ def test_another_vocabulary_than_in_the_checkpoint_is_refused() -> None:
     with pytest.raises(UserError, match=line):
         initial_state.check_contents(held(["bad", "good"]), saved)
     initial_state.check_contents(held(["bad", "good"]), checkpoint_with({}))  # of an earlier version
+
+
+def test_each_of_several_text_layers_is_compared() -> None:
+    """The lookup inside each has no path."""
+
+    def held(first: list[str], second: list[str]) -> dict[str, str]:
+        keras.utils.clear_session()
+        text = keras.Input((1,), dtype="string")
+        both = [
+            layers.TextVectorization(vocabulary=words, output_sequence_length=4, name=name)(text)
+            for words, name in ((first, "a"), (second, "b"))
+        ]
+        return contents(keras.Model(text, layers.Concatenate()(both)))
+
+    words, other = ["good", "bad"], ["bad", "good"]
+    saved = checkpoint_with(held(words, words))
+    initial_state.check_contents(held(words, words), saved)
+    for changed, name in ((held(other, words), "a"), (held(words, other), "b")):
+        with pytest.raises(UserError, match=f"since it was saved: table lookup_table of layer {name}; so weights"):
+            initial_state.check_contents(changed, saved)
+
+
+def test_layers_of_one_path_are_compared() -> None:
+    class Pair(layers.Layer):
+        def __init__(self, *vocabularies: list[str]) -> None:
+            super().__init__(name="pair")
+            self.both = [layers.StringLookup(vocabulary=words, name="words") for words in vocabularies]
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return tf.stack([lookup(inputs) for lookup in self.both])
+
+    def held(*vocabularies: list[str]) -> dict[str, str]:
+        text = keras.Input((1,), dtype="string")
+        return contents(keras.Model(text, Pair(*vocabularies)(text)))
+
+    words, other = ["good", "bad"], ["bad", "good"]
+    names = [name for name in held(words, words) if name.startswith("table")]
+    assert names == ["table lookup_table of layer pair/words", "table lookup_table of layer pair/words#2"]
+    for changed in (held(other, words), held(words, other)):
+        with pytest.raises(UserError, match="so weights would stand for other words"):
+            initial_state.check_contents(changed, checkpoint_with(held(words, words)))
+
+
+PREPROCESS = """
+import pathlib
+import keras
+import tensorflow as tf
+
+words = pathlib.Path(__file__).with_name("words.txt").read_text().split()
+_table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(words, tf.range(2)), -1)
+lookups = {"text": keras.layers.StringLookup(vocabulary=words)}
+
+
+def made():
+    inside = keras.layers.StringLookup(vocabulary=words)
+    return lambda text: inside(text)
+
+
+numbers = made()
+"""
+
+
+def test_what_a_function_of_data_preprocess_looks_up_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "making_numbers.py").write_text(PREPROCESS)
+
+    def held(words: str) -> dict[str, str]:
+        monkeypatch.delitem(sys.modules, "making_numbers", raising=False)
+        (tmp_path / "words.txt").write_text(words)
+        return initial_state.contents_of_preprocess("making_numbers:numbers")
+
+    then, now = held("good bad"), held("bad good")
+    assert then == held("good bad")
+    tables = {"table of _table", "table lookup_table of lookups", "table lookup_table of inside"}
+    for name in (f"{table} in data.preprocess making_numbers:numbers" for table in tables):
+        with pytest.raises(UserError, match=f"since it was saved: {name}; so weights would stand for other words"):
+            initial_state.check_contents({name: now[name]}, checkpoint_with(then))
+    of_another = {name.replace("numbers:numbers", "numbers:others"): value for name, value in now.items()}
+    initial_state.check_contents(of_another, checkpoint_with(then))
+
+
+def test_the_vocabulary_and_options_of_a_preset_are_compared(tmp_path: Path, said: list[str]) -> None:
+    models = pytest.importorskip("keras_hub").models
+
+    def held(*words: str, length: int = 8) -> dict[str, str]:
+        vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+        sizes = {"num_layers": 1, "num_heads": 1, "hidden_dim": 2, "intermediate_dim": 2, "max_sequence_length": 8}
+        models.BertBackbone(vocabulary_size=len(vocabulary), **sizes).save_to_preset(str(tmp_path))
+        tokenizer = models.BertTokenizer(vocabulary=vocabulary, lowercase=True)
+        models.BertTextClassifierPreprocessor(tokenizer, sequence_length=length).save_to_preset(str(tmp_path))
+        return initial_state.contents_of_preprocess(str(tmp_path))
+
+    saved = checkpoint_with(held("good", "bad"))
+    initial_state.check_contents(held("good", "bad"), saved)
+    with pytest.raises(UserError, match=f"vocabulary or other assets of data.preprocess {tmp_path}; so weights"):
+        initial_state.check_contents(held("bad", "good"), saved)
+    assert said == []
+    initial_state.check_contents(held("good", "bad", length=4), saved)
+    assert said == [f"warning: step-5: changed since it was saved: options of data.preprocess {tmp_path}"]
 
 
 def test_another_constant_than_in_the_checkpoint_is_said(said: list[str]) -> None:

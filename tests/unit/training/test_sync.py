@@ -14,8 +14,9 @@ from keras import layers
 
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.layer_contents import by_unique_name
 from horovod_train.errors import UserError
-from horovod_train.training.sync import STRATEGIES, Local, Stale, SyncParts, SyncStrategy, by_unique_name
+from horovod_train.training.sync import STRATEGIES, Local, Stale, SyncParts, SyncStrategy
 
 ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0, is_root=True))
 
