@@ -464,9 +464,9 @@ facts["shard_of_shuffled"] = [
     error_of(lambda: hvd.shard(pairs.map(lambda x, y: (y, x), num_parallel_calls=2))),
 ]
 with lines_said() as of_batches:
-    hvd.shard(pairs.batch(4))
+    hvd.shard(pairs.batch(2))
 with lines_said() as of_records:
-    hvd.shard(pairs.batch(4).unbatch().apply(tf.data.experimental.assert_cardinality(8)))
+    hvd.shard(pairs.batch(2).unbatch().apply(tf.data.experimental.assert_cardinality(8)))
 facts["shard_of_batches"] = [of_batches, of_records]
 
 
