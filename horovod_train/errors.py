@@ -93,42 +93,44 @@ _PASSING = {
 
 
 _PASSING_NAMES = {
-    *("HTTPClientError", "ConnectionError", "EndpointConnectionError", "ResponseParserError"),  # botocore
-    *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError", "ServerDisconnectedError"),  # aiohttp
-    *("HttpError", "TransportError"),  # gcsfs, google.auth
-    *(
-        "ConnectError",
-        "ReadError",
-        "WriteError",
-        "PoolTimeout",
-        "RemoteProtocolError",
-    ),  # httpx: kinds of TransportError
+    *("HTTPClientError", "ConnectionError", "EndpointConnectionError", "ConnectionClosedError"),  # botocore
+    *("ConnectTimeoutError", "ResponseParserError"),
+    *("ClientConnectionError", "ClientConnectorError", "ClientOSError", "ClientPayloadError"),  # aiohttp
+    *("ServerTimeoutError", "ServerDisconnectedError", "ConnectionTimeoutError"),
+    *("TransportError", "FSTimeoutError"),  # google.auth, fsspec
+    *("ConnectError", "ReadError", "WriteError", "WriteTimeout", "PoolTimeout", "RemoteProtocolError"),  # httpx
     *("Timeout", "ReadTimeout", "ConnectTimeout", "ProxyError", "ChunkedEncodingError"),  # requests
-    *("MaxRetryError", "ProtocolError", "ReadTimeoutError"),  # urllib3
+    *("MaxRetryError", "NewConnectionError", "NameResolutionError", "ProtocolError", "ReadTimeoutError"),  # urllib3
     *("URLError", "IncompleteRead", "RemoteDisconnected"),  # urllib, http
     *("TimeoutError", "IncompleteReadError"),  # asyncio
 }
 """Names of classes of errors that may pass. Names, because their packages need not be installed; also of subclasses,
 because of what a stream raises the name alone is known."""
-_PASSING_ANSWERS = {408, 425, 429}
-"""Of the answers of HTTP from 400 to 499, the others of which say that the request is wrong."""
+_ANSWERS = {"HTTPError", "HTTPStatusError", "HttpError", "ClientResponseError"}
+"""Those of urllib and requests, httpx, gcsfs and aiohttp for what a server has answered."""
 
 
 def passes_by_name(error: BaseException) -> bool:
     """Return whether an error is, by the name of its class, one of a network or a server."""
-    return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
+    return any(kind.__name__ in _PASSING_NAMES or kind.__name__ == "HttpError" for kind in type(error).__mro__)
+
+
+def _may_pass(answer: int) -> bool:
+    """Return whether a server may answer otherwise later; answer: a number of HTTP from 400 on."""
+    return answer >= 500 or answer in (408, 425, 429)
 
 
 def _answer_of(error: BaseException) -> int | None:
     """Return the number with which a server has answered, where clients of HTTP keep it."""
-    numbers = (getattr(error, "code", None), getattr(getattr(error, "response", None), "status_code", None))
+    response = getattr(error, "response", None)
+    numbers = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
     return next((number for number in numbers if isinstance(number, int) and 400 <= number < 600), None)
 
 
 def unreadable(error: BaseException) -> type[RunError]:
     """Return the class of the error to raise for what cannot be read, by why it cannot: ReadFailed or UserError."""
     if (answer := _answer_of(error)) is not None:
-        may_pass = answer >= 500 or answer in _PASSING_ANSWERS
+        may_pass = _may_pass(answer)
     else:
         may_pass = isinstance(error, TimeoutError | ConnectionError) or passes_by_name(error)
         may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
@@ -138,11 +140,12 @@ def unreadable(error: BaseException) -> type[RunError]:
 def unreadable_as_told(text: str) -> type[RunError]:
     """Do as `unreadable` where an error of Python is known by its text alone: "ConnectionError: what it says"."""
     name = text.partition(":")[0].rpartition(".")[2]
+    if name in _ANSWERS:
+        answer = re.search(r"\b[45]\d\d\b", text)
+        return ReadFailed if answer and _may_pass(int(answer[0])) else UserError
     kind, number = getattr(builtins, name, None), re.search(r"\[Errno (\d+)\]", text)
     may_pass = name in _PASSING_NAMES or (number is not None and int(number[1]) in _PASSING)
     may_pass = may_pass or (isinstance(kind, type) and issubclass(kind, TimeoutError | ConnectionError))
-    if name in ("HTTPError", "HTTPStatusError"):
-        may_pass = re.search(r"\b(408|425|429|5\d\d)\b", text) is not None
     return ReadFailed if may_pass else UserError
 
 

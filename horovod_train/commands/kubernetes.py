@@ -47,16 +47,14 @@ MEET_WITHIN_S = 1800
 """How long ranks wait for a pod that Kubernetes starts elsewhere: its host may have to fetch an image of some GB."""
 SSHD_HOME, SSHD_USER = "/home/mpi", 1000
 """Of the Dockerfile's sshd, which runs without root."""
-_AGENTS = f"grep -ls '[{hosts.__name__[0]}]{hosts.__name__[1:]}' /proc/[0-9]*/cmdline"
-"""Prints the files of the agents of a worker's ranks; the pattern does not find itself."""
+_AGENTS = f"$(grep -ls '[{hosts.__name__[0]}]{hosts.__name__[1:]}' /proc/[0-9]*/cmdline)"
+"""The files of the agents of a worker's ranks; the pattern does not find itself."""
+_ASK = f"kill -{hosts.END_RANKS.name.removeprefix('SIG')} ${{agent%/cmdline}}"
 END_RANKS = (
-    f"for agent in $({_AGENTS}); do "
-    "ssh=$(sed -n 's/^PPid:[^0-9]*//p' ${agent%cmdline}status); "
-    '[ "$ssh" -le 1 ] || kill "$ssh"; done; '
-    f"while {_AGENTS} > /dev/null; do sleep 1; done"
+    f'while agents={_AGENTS}; [ "$agents" ]; do '
+    f"for agent in $agents; do agent=${{agent#/proc/}}; {_ASK}; done; sleep 1; done"
 )
-"""For the shell of a worker that must end: ends the connection of each agent, which then has its ranks save and end,
-and waits for them."""
+"""For the shell of a worker that must end: has each agent ask its ranks to save and to end, and waits for them."""
 MAX_CONFIG_BYTES = 1 << 20
 """The limit of a ConfigMap."""
 _name = like(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "lowercase letters, digits and -, at most 52")

@@ -36,6 +36,7 @@ from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.distributed.launch.local import best_way, launch_command, list_gpus
 from horovod_train.distributed.launch.started_ranks import (
     CANNOT_RUN,
+    NOTHING_STARTED,
     SAVE_WITHIN_S,
     Ended,
     StartedRanks,
@@ -340,7 +341,7 @@ class Supervisor:
                 return verdict.code
             before, newest = newest, self._newest()
             # What another host saved is seen here late: a run that is to begin anew is refused then, and resumes now.
-            is_seen_late = has_run and at_first is before is None is not newest
+            is_seen_late = has_run and at_first is None and before is None and newest is not None
             if verdict.follows == "stop" and not (is_seen_late and verdict.code == UserError.exit_code):
                 return self._stop(after, verdict.code)
             if lost:  # else no rank has trained, as while hosts do not answer
@@ -397,7 +398,8 @@ class Supervisor:
             kind, self._started = self._started.kind, None
         verdict = self._by_summary(judge(ended, kind, asked_by=self._asked_by, is_first=is_first), ended)
         killed = sum(code > 128 for code in ended.codes.values())
-        return verdict, ended.seconds, 0 if verdict.code == InUse.exit_code else killed or 1
+        has_no_files = kind == "host" and NOTHING_STARTED in ended.codes.values()
+        return verdict, ended.seconds, 0 if has_no_files or verdict.code == InUse.exit_code else killed or 1
 
     def _by_summary(self, verdict: Verdict, ended: Ended) -> Verdict:
         """Return the verdict on ranks of the trainer with what root has left: a library may end a process with 0.

@@ -7,9 +7,9 @@ None of it is sent between ranks. What is derived is derived anew, the rest is c
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -52,29 +52,46 @@ def contents(model: keras.Model, *, of_keras_only: bool = False) -> dict[str, st
     return by_unique_name(held)
 
 
-def contents_of_function(function: Any, name: str, owner: str) -> dict[str, str]:
-    """Return digests, by name, of what a function `package.module:function` computes with, or a layer of this name.
+def contents_of_function(function: Any, owner: str) -> dict[str, str]:
+    """Return digests, by name, of what a user's function, or a layer in its place, computes with.
 
-    Of a function: of layers and tables that variables of its module, and its own, hold by now. owner: for the names.
+    Of a function: of tables, vocabularies and options of layers in the variables that it uses, as they are now; not of
+    constants, which are computed and differ in the last bits between machines. owner: for the names.
     """
-    if isinstance(function, keras.Layer):
-        variables: dict[str, Any] = {owner: function}
-    else:
-        plain = inspect.unwrap(function)
-        own = inspect.getclosurevars(plain).nonlocals if inspect.isfunction(plain) else getattr(plain, "__dict__", {})
-        named = {**vars(sys.modules[name.partition(":")[0]]), **own}
-        variables = {f"{key} in {owner}": value for key, value in named.items() if not key.startswith("__")}
+    variables = {"": function} if isinstance(function, keras.Layer) else _used_by(function, set())
     held = list[tuple[str, str]]()
     for variable, value in variables.items():
         found = [(TABLE, table) for table in _tables(value)]
         for layer in all_parts_in(value, keras.Layer):
-            found += _held(layer)
+            found += [(what, of_layer) for what, of_layer in _held(layer) if not what.startswith(CONSTANT)]
         for layer in parts_in(value, keras.Layer):  # in its options are those of the layers inside
             options = _options(layer, (*_OF_A_RUN, "build_config"), with_names=False)
             if is_of_keras(layer, _LIBRARIES) and options is not None:
                 found.append((OPTIONS, digest(options.encode())))
-        held += [(f"{what} of {variable}", found_digest) for what, found_digest in found]
+        where = f"{variable} in {owner}" if variable else owner
+        held += [(f"{what} of {where}", found_digest) for what, found_digest in found]
     return by_unique_name(held)
+
+
+def _used_by(function: Any, seen: set[int]) -> dict[str, Any]:
+    """Return the variables that a function uses, also by functions of its package, by name."""
+    function = inspect.unwrap(function)
+    seen.add(id(function))
+    if isinstance(function, functools.partial):
+        return {"arguments": [*function.args, *function.keywords.values()], **_used_by(function.func, seen)}
+    if inspect.ismethod(function):
+        return {"self": [*vars(function.__self__).values()], **_used_by(function.__func__, seen)}
+    if not inspect.isfunction(function):
+        return dict(getattr(function, "__dict__", {}))
+    try:
+        found = inspect.getclosurevars(function)
+    except ValueError:  # one has no value yet
+        return {}
+    variables, package = {**found.globals, **found.nonlocals}, function.__module__.partition(".")[0]
+    for value in list(variables.values()):
+        if inspect.isfunction(value) and id(value) not in seen and value.__module__.partition(".")[0] == package:
+            variables = {**_used_by(value, seen), **variables}
+    return variables
 
 
 def by_unique_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -162,7 +179,8 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
 
 
 def _tables(value: Any) -> Iterator[str]:
-    for table in (part for kind in _TABLES for part in parts_in(value, kind)):
+    wrapped = [list(vars(part).values()) for part in parts_in(value, tf.lookup.StaticVocabularyTable)]
+    for table in (part for kind in _TABLES for part in parts_in([value, *wrapped], kind)):
         if hasattr(table.resource_handle, "numpy"):  # those of graphs have no values
             keys, values = (part.numpy().tolist() for part in table.export())
             yield digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())

@@ -202,7 +202,6 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
         model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
             held = contents_of_preprocess(config.data.preprocess)
-        consistency.check(group, held, "at the start", RanksStartApart)
         with group.raise_together():
             about: tuple[Any, ...] = ()
             if group.is_root:
@@ -213,6 +212,8 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
                 of_records = (dict(facts.class_names), dict(facts.features))
                 about = (loaded, folder, facts.step, facts.epoch, facts.records, *of_records)
         group.broadcast(model.weights)
+        finalize(model)
+        consistency.check(group, contents(model) | held, "at the start", RanksStartApart)
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()
         run_end.close()

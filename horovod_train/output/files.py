@@ -260,7 +260,7 @@ class Appender:
         self._size = self._lost = 0
         self._is_failing = False
         self._cut_at: tuple[int, int] | None = None
-        """Offsets at which a failed write began and ended, until its partial data has been cut off."""
+        """Offsets at which a failed write began and was to end, until its partial data has been cut off."""
 
     @property
     def has_pending(self) -> bool:
@@ -314,12 +314,9 @@ class Appender:
         try:
             # Unbuffered: a buffer would try again to write the rest when the file is closed.
             with self.path.open("ab", buffering=0) as file:
-                begin = end = file.tell()
+                self._cut_at = file.tell(), file.tell() + len(data)
                 while data:
-                    self._cut_at = begin, end
-                    written = file.write(data)
-                    data, end = data[written:], end + written
-                self._cut_at = begin, end
+                    data = data[file.write(data) :]
                 if sync:
                     os.fsync(file.fileno())
         except OSError:
@@ -331,7 +328,7 @@ class Appender:
         self._cut_at = None
 
     def _cut(self, begin: int, end: int) -> None:
-        if self.path.is_file() and self.path.stat().st_size == end:  # else another process has appended
+        if self.path.is_file() and begin < self.path.stat().st_size <= end:  # else another process has appended
             os.truncate(self.path, begin)
         self._cut_at = None
 

@@ -310,6 +310,11 @@ def _merge_lora(weights: Arrays, wanted: Shapes) -> list[str]:
         if not {changed, second} <= weights.keys():
             continue  # a user's own layer has such a name
         if not all(wanted.get(path) == weights[path].shape for path in (first, second)):
+            if weights[changed].dtype.kind in "biu":
+                raise UserError(
+                    f"{_WHERE}: {changed} is {weights[changed].dtype} there, and what LoRA learned cannot be added to "
+                    "that: export that run to a .keras file, and begin with the file."
+                )
             # Keras adds (alpha / rank) · a b, and alpha is the rank unless enable_lora is given another.
             weights[changed] = weights[changed] + weights.pop(first) @ weights.pop(second)
             merged.append(changed)

@@ -272,7 +272,7 @@ def users_code(settings: Mapping[str, Any]) -> dict[str, str]:
 def contents_of_preprocess(name: str | None) -> dict[str, str]:
     """Return digests, by name, of what the function or preset of this `data.preprocess` computes with."""
     preprocess = load_preprocess(name)
-    return contents_of_function(preprocess, name, f"data.preprocess {name}") if name and preprocess else {}
+    return contents_of_function(preprocess, f"data.preprocess {name}") if preprocess else {}
 
 
 def steps_of_hooks(run: Run) -> dict[str, str]:

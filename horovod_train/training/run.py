@@ -73,7 +73,8 @@ def run(config: Config) -> int:
         run.state.restore_loss_average(run.group, of_ranks.get(LOSS_AVERAGE_BY_RANK))
         train_step.figures.restore(run.group, of_ranks.get(FIGURES_BY_RANK))
         finalize(model)
-        held = contents(model) | initial_state.contents_of_preprocess(run.config.data.preprocess)
+        with run.group.raise_together():
+            held = contents(model) | initial_state.contents_of_preprocess(run.config.data.preprocess)
         consistency.check(run.group, held, "at the start", RanksStartApart)
         held |= code | how_built(model)
         with run.group.raise_together():

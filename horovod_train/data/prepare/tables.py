@@ -271,7 +271,8 @@ def load_table(
                 rest = {name: cells, **dict(columns)}
                 gaps = {each: _find_missing(rest[each], point, is_text=each in stay_text) for each in rest}
                 raise _missing_cells(f"{path}:{lines[missing[0]]}: {name}", rest, gaps, path, separator)
-            if name in stay_text or not all(map(_GROUPED.fullmatch, cells)):
+            has_comma = any("," in cell for cell in cells)  # else it may be a column of versions
+            if name in stay_text or not has_comma or not all(map(_GROUPED.fullmatch, cells)):
                 continue
         elif table[name].dtype.kind == "f":
             _check_floats(table[name], cells, point, path, name, lines)

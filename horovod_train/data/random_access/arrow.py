@@ -247,7 +247,9 @@ def _to_array(column: Any) -> np.ndarray:
     lacks = _rows_with_nulls(column)
     if lacks.any():  # only these records are bad, not those that are read with them
         values = objects([None] * len(column))
-        values[lacks] = objects([np.array(row, object) for row in column.filter(arrow.array(lacks)).to_pylist()])
+        lacking = column.filter(arrow.array(lacks))
+        rows = getattr(lacking, "storage", lacking).to_pylist()
+        values[lacks] = objects([np.array(row, object) for row in rows])
         values[~lacks] = objects(list(_to_array(column.filter(arrow.array(~lacks)))))
         return values
     if _is_tensor(kind):

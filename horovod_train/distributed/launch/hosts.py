@@ -46,6 +46,8 @@ SSH = (
     # A host that is switched off says nothing. The ranks elsewhere notice it as fast, by their heartbeats.
     *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"),
 )
+END_RANKS = signal.SIGUSR2
+"""For an agent: its host must end, as a pod must when its node is drained."""
 ANSWER_WITHIN_S = 20.0
 DISCOVER_WITHIN_S = 60.0
 _OF_THIS_HOST = re.compile(r"HOSTNAME|SSH_.*|DISPLAY|XDG_.*|DBUS_.*|PWD|OLDPWD|SHLVL|_|BASH_FUNC_.*|LS_COLORS|TERM")
@@ -236,6 +238,12 @@ def run_agent() -> int:
     except OSError as error:
         to_stderr(f"error: {order['program'][0]}: {error.strerror} on {socket.gethostname()}.")
         return NOTHING_STARTED if error.errno in CANNOT_RUN else 1
+
+    def end_ranks(_number: int, _frame: object) -> None:
+        if not ranks.asked_by:  # once: a second one might end a script unsaved
+            ranks.send(signal.SIGTERM)
+
+    signal.signal(END_RANKS, end_ranks)
     threading.Thread(target=_pass_on, args=(ranks,), daemon=True).start()
     code = judge(ranks.wait(end_together=order["end_together"]), ranks.kind, asked_by=ranks.asked_by).code
     return 1 if code in (SSH_LOST, NOTHING_STARTED) else code  # which mean something else

@@ -107,7 +107,7 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
     if InUse.exit_code in codes:
         why = f"exit code {InUse.exit_code}: another run has the run directory"
         return Verdict("stop" if is_first else "again", InUse.exit_code, why)
-    return Verdict("again", first, how)
+    return Verdict("again", 1 if kind == "host" and first == NOTHING_STARTED else first, how)
 
 
 def _how_it_ended(kind: Kind, name: str, code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from conftest import run_process
 
 from horovod_train.distributed.launch import hosts
+from horovod_train.distributed.launch.started_ranks import new_meeting
 from horovod_train.main import main
 
 PROJECT = Path(__file__).parents[3]
@@ -68,14 +70,6 @@ def test_pods_of_an_mpijob_are_as_kubernetes_schemas_want_them(capsys: pytest.Ca
         kubernetes_validate.validate(template, VERSION, strict=True)
 
 
-CONNECTION = """
-import subprocess, sys
-agent = "import pathlib, sys; pathlib.Path('ready').touch(); sys.stdin.read(); pathlib.Path('saved').touch()"
-subprocess.Popen([sys.executable, "-c", agent, "-m", "NAME"], stdin=subprocess.PIPE).wait()
-"""
-"""In place of sshd's: when it is ended, its agent reads to the end of its input."""
-
-
 def test_a_worker_of_an_mpijob_ends_after_its_ranks_have_saved(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -83,11 +77,15 @@ def test_a_worker_of_an_mpijob_ends_after_its_ranks_have_saved(
     job = printed(capsys, "--mpijob")[-1]
     worker = job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     command = worker["lifecycle"]["preStop"]["exec"]["command"]
-    (tmp_path / "connection.py").write_text(CONNECTION.replace("NAME", hosts.__name__))
-    script = f"{sys.executable} connection.py & until [ -e ready ]; do sleep 0.05; done; {shlex.join(command)}"
-    # In a namespace of its own, because it ends what has started any agent.
-    words = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{script} && [ -e saved ]"]
-    finished = run_process(words, cwd=tmp_path)
+    rank = "trap 'sleep 0.5; touch saved; exit 75' TERM; touch ready; while :; do sleep 0.05; done"
+    order = {"meeting": new_meeting(1, "localhost"), "first": 0, "ranks": 1, "program": ["sh", "-c", rank]}
+    given = shlex.quote(json.dumps(order | {"end_together": False, "environment": {}}))
+    (tmp_path / "pod.sh").write_text(
+        f"{{ echo {given}; sleep 600; }} | {sys.executable} -m {hosts.__name__} &\n"
+        f"until [ -e ready ]; do sleep 0.05; done\n{shlex.join(command)} && [ -e saved ]\n"
+    )
+    # In a namespace of its own, because it ends the ranks of all agents.
+    finished = run_process(["unshare", "--pid", "--fork", "--mount-proc", "sh", "pod.sh"], cwd=tmp_path)
     if "unshare" in finished.stderr:
         pytest.skip(f"a namespace of its own needs root: {finished.stderr.strip()}")
     assert finished.returncode == 0, finished.text

@@ -61,6 +61,9 @@ def test_failures_of_networks_and_servers_may_pass(error: Exception, may_pass: b
         ("OSError: [Errno 116] Stale file handle: 'a'", True),
         ("OSError: [Errno 22] Invalid argument", False),
         ("ValueError: ConnectionError", False),
+        ("HTTPError: HTTP Error 503: Service Unavailable", True),
+        ("HTTPError: 404 Client Error: Not Found for url: http://a/shard-512.tar", False),
+        ("ClientResponseError: 429, message='Too Many Requests'", True),
         ("print: no", False),
     ],
 )
