@@ -201,11 +201,16 @@ import tensorflow as tf
 words = pathlib.Path(__file__).with_name("words.txt").read_text().split()
 _table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(words, tf.range(2)), -1)
 lookups = {"text": keras.layers.StringLookup(vocabulary=words)}
+of_something_else = keras.layers.StringLookup(vocabulary=words)
+
+
+def looked_up(text):
+    return lookups["text"](text), _table.lookup(text)
 
 
 def made():
     inside = keras.layers.StringLookup(vocabulary=words)
-    return lambda text: inside(text)
+    return lambda text: [inside(text), *looked_up(text)]
 
 
 numbers = made()
