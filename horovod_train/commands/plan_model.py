@@ -32,7 +32,7 @@ from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.compiled import build_metrics
 from horovod_train.training.fine_tuning import Match, is_lora, match
 from horovod_train.training.hooks import load_hooks
-from horovod_train.training.initial_state import check_held_out, check_position
+from horovod_train.training.initial_state import check_held_out, check_position, contents_of_preprocess
 from horovod_train.training.losses import build_loss
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
@@ -141,7 +141,9 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
     optimizer = _bytes(variable for name, variable in variables.items() if name.startswith("optimizer/"))
     total = _bytes(variables.values())
     spec = outlook.config.model
-    matched = match(model, spec, train.class_names) if spec.init_from and not outlook.start else None
+    matched = None
+    if spec.init_from and not outlook.start:
+        matched = match(model, spec, train.class_names, contents_of_preprocess(outlook.config.data.preprocess))
     is_cached = outlook.config.data.cache == "memory"
     memory = {
         "weights": weights,

@@ -226,6 +226,9 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
                 if isinstance(old, dict) and "options" not in value:
                     _note_left_out(origins, path, old, value["name"][1])
                 old = {}
+            if not value and _is_mapping(path):  # {} stands for nothing; for a section it says nothing
+                _forget(origins, path, old)
+                old, origins[path] = {}, where
             values[key] = old
             _merge(values[key], origins, value, f"{path}.")
         else:
@@ -233,6 +236,14 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
             values[key], origins[path] = value, where
             if isinstance(value, str) and isinstance(old, dict):
                 _note_left_out(origins, path, old, where)
+
+
+def _is_mapping(path: str) -> bool:
+    """Return whether the setting at `path` takes any keys, as options do."""
+    try:
+        return isinstance(lookup(Config(), path), Mapping)
+    except AttributeError:  # of a part of one
+        return False
 
 
 def _note_left_out(origins: Origins, path: str, old: Mapping[str, Any], where: str) -> None:

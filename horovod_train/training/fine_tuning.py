@@ -189,10 +189,15 @@ class Match(NamedTuple):
         return "; ".join(parts)
 
 
-def match(model: keras.Model, spec: ModelSpec, class_names: ClassNames | None = None) -> Match:
+def match(
+    model: keras.Model,
+    spec: ModelSpec,
+    class_names: ClassNames | None = None,
+    of_preprocess: Mapping[str, str] | None = None,
+) -> Match:
     """Read the source and compare it with a built model, which is not changed. Raises UserError.
 
-    class_names: of the training records, by feature; None if not known.
+    class_names: of the training records, by feature; None if not known. of_preprocess: see contents_of_function.
     """
     source = spec.init_from
     assert source is not None
@@ -204,7 +209,8 @@ def match(model: keras.Model, spec: ModelSpec, class_names: ClassNames | None = 
     }
     wanted = {path: tuple(weight.shape) for path, weight in weights.items() if path not in excluded}
     with ExitStack() as files:
-        arrays, warnings = _open(source, model, wanted, class_names or {}, files)
+        held = contents(model) | dict(of_preprocess or {})
+        arrays, warnings = _open(source, model, wanted, class_names or {}, held, files)
         common = [path for path in wanted if path in arrays]
         if not common:
             raise UserError(
@@ -263,20 +269,27 @@ def _values(stored: Any, path: str, source: str) -> np.ndarray:
 
 
 def _open(
-    source: str, model: keras.Model, wanted: Shapes, class_names: ClassNames, files: ExitStack
+    source: str,
+    model: keras.Model,
+    wanted: Shapes,
+    class_names: ClassNames,
+    held: Mapping[str, str],
+    files: ExitStack,
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Return the arrays of a source by path, and warnings; of a file, its datasets, open as long as `files`."""
     if is_users(source):
         return _from_function(source), []
     if source.endswith((".keras", ".h5")):
         return _from_file(source, model, wanted, files), []
-    return _from_run(source, model, wanted, class_names)
+    return _from_run(source, model, wanted, class_names, held)
 
 
-def _from_run(path: str, model: keras.Model, wanted: Shapes, class_names: ClassNames) -> tuple[Arrays, list[str]]:
+def _from_run(
+    path: str, model: keras.Model, wanted: Shapes, class_names: ClassNames, held: Mapping[str, str]
+) -> tuple[Arrays, list[str]]:
     """Return the weights of a checkpoint, or their moving averages if it holds any, as `export` takes them.
 
-    wanted: the shapes of the model's weights by path, without those of init_exclude.
+    wanted: the shapes of the model's weights by path, without those of init_exclude. held: what layers hold now.
     """
     checkpoint = open_checkpoint(path, _WHERE)
     try:
@@ -289,7 +302,7 @@ def _from_run(path: str, model: keras.Model, wanted: Shapes, class_names: ClassN
     of_settings = checkpoint.facts.setting("model.lora")
     merged = {path: path.rpartition("/")[0] for path in _merge_lora(weights, wanted)}
     guessed = [path for path, layer in merged.items() if not any(re.search(key, layer) for key in of_settings)]
-    warnings = [*_changed_vocabularies(checkpoint, model)]
+    warnings = [*_changed_vocabularies(checkpoint, held)]
     if guessed:
         warnings.append(
             f"what LoRA learned is added to {listed(guessed)} as if enable_lora had been given no lora_alpha. If it "
@@ -321,12 +334,12 @@ def _merge_lora(weights: Arrays, wanted: Shapes) -> list[str]:
     return merged
 
 
-def _changed_vocabularies(checkpoint: Checkpoint, model: keras.Model) -> Iterator[str]:
+def _changed_vocabularies(checkpoint: Checkpoint, held: Mapping[str, str]) -> Iterator[str]:
     then = checkpoint.facts.contents
-    held = {name: value for name, value in contents(model).items() if name.startswith((TABLE, VOCABULARY))}
-    if changed := [name for name, value in held.items() if then.get(name, value) != value]:
+    of_words = {name: value for name, value in held.items() if name.startswith((TABLE, VOCABULARY))}
+    if changed := [name for name, value in of_words.items() if then.get(name, value) != value]:
         yield (
-            f"the model has another {listed(changed)} than that run, so weights taken, such as an Embedding's, may "
+            f"there is another {listed(changed)} than in that run, so weights taken, such as an Embedding's, may "
             "stand for other words. Give the model those of then, or leave such weights out by model.init_exclude."
         )
 

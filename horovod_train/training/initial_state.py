@@ -252,7 +252,8 @@ def take_initial_weights(run: Run) -> None:
     """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
     with run.group.raise_together():
         if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
-            matched = match(run.state.model, run.config.model, run.parts.train.class_names)
+            of_preprocess = contents_of_preprocess(run.config.data.preprocess)
+            matched = match(run.state.model, run.config.model, run.parts.train.class_names, of_preprocess)
             copies = slots_like_weights(run.state.optimizer.variables, run.state.model.trainable_variables)
             assign(run.state.model, matched.taken)
             for slot, weight in copies:

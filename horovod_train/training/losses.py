@@ -236,7 +236,8 @@ def _classes(targets: Any, largest: int, axes: int, where: str) -> tf.Tensor:
     if shape.rank == 1 or (shape.rank == 2 and shape[1] == 1):
         return tf.cast(tf.round(tf.reshape(targets, [-1])), tf.int64)
     if shape.rank != 2 or axes > 2:
-        raise ValueError(f"{where} needs a class for each record; the target has shape {shape[1:]}")
+        of_output = f", and the output {axes - 1} axes" if axes > 2 else ""
+        raise ValueError(f"{where} needs a class for each record; the target has shape {shape[1:]}{of_output}")
     if shape[1] is not None and shape[1] <= largest:
         raise ValueError(f"{where}: there is no class {largest}; the target has {shape[1]} entries")
     return tf.argmax(targets, axis=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horovod_train.config.loader import as_dict, dump, load
-from horovod_train.config.rules import resolve
+from horovod_train.config.rules import lookup, resolve
 from horovod_train.config.settings import LossSpec, MetricSpec, OptimizerSpec
 from horovod_train.errors import UserError
 
@@ -209,6 +209,17 @@ def test_merged_keys_are_those_of_the_mapping_and_its_own_win(tmp_path: Path) ->
     path.write_text(f"{LEAST}model: {{name: mlp, options: {{<<: 3}}}}\n")
     with pytest.raises(UserError, match=rf"^{path}:3: not valid YAML: expected a mapping"):
         load([str(path)])
+
+
+@pytest.mark.parametrize("key", ["loss.class_weight", "model.options", "model.lora", "optimizer.options"])
+def test_nothing_clears_a_mapping(least: str, key: str) -> None:
+    """And leaves a section as it is."""
+    given = f"{key}={{'0': 1}}"
+    assert lookup(load([least], [given])[0], key)
+    config, origins = load([least], [given, f"{key}={{}}", f"{key.split('.')[0]}={{}}"])
+    assert lookup(config, key) == {}
+    assert origins[key] == "command line"
+    assert lookup(load([least], [given, f"{key.split('.')[0]}={{}}"])[0], key)
 
 
 @pytest.mark.parametrize("key", ["metrics", "callbacks", "data.augment", "log.trackers", "data.eval"])

@@ -218,11 +218,14 @@ def of_words(words: list[str]) -> keras.Model:
 
 def test_another_vocabulary_than_that_of_the_run_is_said(tmp_path: Path) -> None:
     source = of_words(["good", "bad"])
-    save_run(tmp_path, source, contents=contents(source))
+    of_preprocess = {"table of data.preprocess a:b": "then"}
+    save_run(tmp_path, source, contents=contents(source) | of_preprocess)
     spec = ModelSpec("any", init_from=str(tmp_path / "run"))
-    assert match(of_words(["good", "bad"]), spec).warnings == []
+    assert match(of_words(["good", "bad"]), spec, {}, of_preprocess).warnings == []
     (warning,) = match(of_words(["bad", "good"]), spec).warnings
-    assert "the model has another table lookup_table of layer words than that run, so weights taken" in warning
+    assert "there is another table lookup_table of layer words than in that run, so weights taken" in warning
+    (warning,) = match(of_words(["good", "bad"]), spec, {}, dict.fromkeys(of_preprocess, "now")).warnings
+    assert "there is another table of data.preprocess a:b than in that run" in warning
 
 
 @pytest.mark.parametrize(
