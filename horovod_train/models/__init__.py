@@ -131,7 +131,10 @@ def _refuse_ignored(model: keras.Model, name: str) -> None:
             "call: `predict` writes the outputs of call(). Put it there, and leave this method out."
         )
     if model.compiled and overridden(model, ["compile"]) and not overridden(model, ["train_step"]):
+        advice = "Leave it out, and give loss, metrics and optimizer in the config; or give the model a train_step."
+        if any(base.__module__.startswith("keras_hub.") for base in type(model).__mro__):  # a task compiles itself
+            advice = "Return keras.Model(task.input, task.output), with loss, metrics and optimizer in the config."
         raise UserError(
             f"model.name: {name} returns a {kind} compiled by a compile() of its own, whose arguments are not known. "
-            "Leave it out, and give loss, metrics and optimizer in the config; or give the model a train_step."
+            f"{advice}"
         )

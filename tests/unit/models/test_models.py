@@ -211,3 +211,15 @@ def test_variables_are_under_their_layers(name: str) -> None:
 def test_a_name_changes_no_number() -> None:
     x = np.arange(10, dtype=np.float32).reshape(2, 5)
     assert np.array_equal(mlp.build()(x), mlp.build(weight_name="weight")(x))
+
+
+def test_a_task_of_keras_hub_is_refused_with_what_to_return_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles itself."""
+    hub = pytest.importorskip("keras_hub").models
+    sizes = {"vocabulary_size": 8, "num_layers": 1, "num_heads": 1, "hidden_dim": 4, "intermediate_dim": 4}
+    task = hub.GPT2CausalLM(hub.GPT2Backbone(**sizes, max_sequence_length=4))
+    monkeypatch.setitem(MODELS, "task", lambda: task)
+    with pytest.raises(UserError, match=r"Return keras\.Model\(task\.input, task\.output\), with loss"):
+        build_model(Spec("task"))
+    monkeypatch.setitem(MODELS, "task", lambda: keras.Model(task.input, task.output))
+    assert build_model(Spec("task")).output_shape == (None, None, 8)
