@@ -5,8 +5,8 @@ python benchmarks/peers.py --np 1 --system mlp
 
 The convnet of models/convnet.py on made images of 28×28, 64 a rank, or the tiny perceptron of models/mlp.py on made
 samples, 100 a rank. This project trains as a user starts it, with its checks and its watchdog; the others: see
-rank_programs. All train from main memory: this project reads TFRecords in its first epoch, which ends in the first
-fifth of the steps, which is not timed, and keeps them. With --cache none it reads them in each epoch.
+rank_programs. All train from main memory: this project reads TFRecords in its first epoch, and keeps them. By default
+that epoch ends in the first fifth of the steps, which is not timed. With --cache none it reads them in each epoch.
 The ceiling is this project as runs of one rank each at the same time, which exchange nothing; with one rank, a
 hand-written loop. Each contender runs once in each round.
 """

@@ -97,7 +97,7 @@ _PASSING_NAMES = {
     *("ConnectTimeoutError", "ResponseParserError"),
     *("ClientConnectionError", "ClientConnectorError", "ClientOSError", "ClientPayloadError"),  # aiohttp
     *("ServerTimeoutError", "ServerDisconnectedError", "ConnectionTimeoutError"),
-    *("TransportError", "FSTimeoutError"),  # google.auth, fsspec
+    *("TransportError", "FSTimeoutError", "HttpError"),  # google.auth, fsspec, gcsfs
     *("ConnectError", "ReadError", "WriteError", "WriteTimeout", "PoolTimeout", "RemoteProtocolError"),  # httpx
     *("Timeout", "ReadTimeout", "ConnectTimeout", "ProxyError", "ChunkedEncodingError"),  # requests
     *("MaxRetryError", "NewConnectionError", "NameResolutionError", "ProtocolError", "ReadTimeoutError"),  # urllib3
@@ -112,7 +112,7 @@ _ANSWERS = {"HTTPError", "HTTPStatusError", "HttpError", "ClientResponseError"}
 
 def passes_by_name(error: BaseException) -> bool:
     """Return whether an error is, by the name of its class, one of a network or a server."""
-    return any(kind.__name__ in _PASSING_NAMES or kind.__name__ == "HttpError" for kind in type(error).__mro__)
+    return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
 
 
 def _may_pass(answer: int) -> bool:

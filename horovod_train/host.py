@@ -10,11 +10,12 @@ import errno
 import math
 import os
 import resource
+import subprocess
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,24 @@ def has_run_since(pid: int, moment: float) -> bool:
         return False
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s <= moment + 1
+
+
+def answer_of(
+    command: Sequence[str | Path], *, within_s: float | None = None, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a program and return how it ended and what it said, which may be in any encoding.
+
+    given: its input. Raises OSError; subprocess.TimeoutExpired, after killing it.
+    """
+    return subprocess.run(
+        command,
+        input=given,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        timeout=within_s,
+        check=False,
+    )
 
 
 # --- open files: on a shared file system, opening costs more than reading -------------------------------------

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from horovod_train.commands.cli import installed_version, needed_cache
 from horovod_train.errors import RunError, UserError
+from horovod_train.host import answer_of
 from horovod_train.output.files import Artifact, NotOurs, remove, write_atomically
 
 SCRIPT = Path(__file__).with_name("build_horovod.sh")
@@ -146,7 +147,7 @@ def _system_mpi() -> str:
             )
     outputs = [str(shutil.which("mpicxx"))]
     for command in (["mpirun", "--version"], ["mpicxx", "-show"]):
-        outputs.append(subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout)
+        outputs.append(answer_of(command).stdout)
     return _digest("\n".join(outputs))
 
 
@@ -192,11 +193,7 @@ def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:
     if not _compiles("#include <filesystem>", compiler, "-std=c++17"):
         yield f"{compiler} is no C++17 compiler: apt-get install g++."
     cmake = shutil.which("cmake", path=path)
-    version = (
-        subprocess.run([cmake, "--version"], capture_output=True, text=True, errors="replace", check=False).stdout
-        if cmake
-        else ""
-    )
+    version = answer_of([cmake, "--version"]).stdout if cmake else ""
     if not re.search(r"version 3\.", version):
         first_line = version.splitlines()[0] if version else "none"
         yield f"expected cmake 3.26 or later, before 4; found {first_line}: pip install 'horovod_train[build]'."
@@ -225,9 +222,7 @@ def _missing_gpu_tools(environment: Mapping[str, str], compiler: str) -> Iterato
 def _compiles(source: str, compiler: str, *options: str) -> bool:
     command = [compiler, *options, "-x", "c++", "-fsyntax-only", "-"]
     try:
-        return not subprocess.run(
-            command, input=source, text=True, errors="replace", capture_output=True, check=False
-        ).returncode
+        return not answer_of(command, given=source).returncode
     except OSError:
         return False
 
@@ -297,5 +292,5 @@ def _install(folder: Path, mpi: str) -> str:
 
 def _problem(command: list[str]) -> str:
     """Return the last line of a program that fails; "" if it succeeds."""
-    completed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    completed = answer_of(command)
     return (completed.stderr.strip().splitlines() or ["no message"])[-1] if completed.returncode else ""

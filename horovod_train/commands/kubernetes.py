@@ -50,7 +50,7 @@ SSHD_HOME, SSHD_USER = "/home/mpi", 1000
 _AGENTS = f"$(grep -ls '[{hosts.__name__[0]}]{hosts.__name__[1:]}' /proc/[0-9]*/cmdline)"
 """The files of the agents of a worker's ranks; the pattern does not find itself."""
 _ASK = f"kill -{hosts.END_RANKS.name.removeprefix('SIG')} ${{agent%/cmdline}}"
-END_RANKS = (
+PRE_STOP = (
     f'while agents={_AGENTS}; [ "$agents" ]; do '
     f"for agent in $agents; do agent=${{agent#/proc/}}; {_ASK}; done; sleep 1; done"
 )
@@ -266,7 +266,7 @@ def mpi_job(job: Job) -> list[Manifest]:
     launcher = _pod(job, [*command, *job.arguments], [], is_worker=False)
     worker = _pod(job, ["/usr/sbin/sshd", "-De", "-f", f"{SSHD_HOME}/.sshd_config"], [])
     # At SIGTERM sshd would end, and its ranks be killed with it. The launcher may run on, as when a node is drained.
-    worker["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", END_RANKS]}}}
+    worker["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", PRE_STOP]}}}
     for pod in (launcher, worker):
         pod["securityContext"] = {"runAsUser": SSHD_USER, "fsGroup": SSHD_USER}
     spec = {

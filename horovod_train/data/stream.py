@@ -209,9 +209,10 @@ class Stream:
             raise
         except Exception as error:
             said = _describe(error)
-            is_tensorflows = isinstance(error, tf.errors.OpError)
-            kind = unreadable_as_told(said) if is_tensorflows else unreadable(error)
-            kind = ReadFailed if isinstance(error, tf.errors.UnavailableError) else kind
+            if isinstance(error, tf.errors.UnavailableError):
+                kind: type[RunError] = ReadFailed
+            else:  # TensorFlow keeps of what Python has raised the text alone
+                kind = unreadable_as_told(said) if isinstance(error, tf.errors.OpError) else unreadable(error)
             raise kind(f"{WHERE}: {self.name(epoch)}: {said}.") from error
 
     def _call(self, epoch: int) -> tf.data.Dataset | None:

@@ -22,6 +22,7 @@ from horovod_train.config.paths import link_to_nothing
 from horovod_train.config.registry import call, check_methods
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError, unusable
+from horovod_train.host import answer_of
 from horovod_train.output.console import Screen, unfailing
 from horovod_train.output.files import (
     Artifact,
@@ -365,13 +366,7 @@ def describe_commit(folder: Path) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return what git prints; None if it fails or takes too long."""
     try:
-        answer = subprocess.run(
-            ["git", "-C", folder, *arguments],
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=_GIT_WITHIN_S,
-        )
+        answer = answer_of(["git", "-C", folder, *arguments], within_s=_GIT_WITHIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if answer.returncode else answer.stdout.strip()

@@ -30,6 +30,7 @@ import numpy as np
 from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
 from horovod_train.errors import UserError
+from horovod_train.host import answer_of
 from horovod_train.output.files import Appender, rename
 from horovod_train.output.metrics import FIGURES
 from horovod_train.tfrecord_framing import frame
@@ -302,15 +303,8 @@ def _read_in_subprocess(files: Sequence[str]) -> tuple[dict[str, Any], str]:
         return {}, "it needs xprof: pip install 'horovod_train[profile]'"
     command = [sys.executable, "-m", __name__, *files]
     try:
-        completed = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=True,
-            timeout=READ_WITHIN_S,
-            stdin=subprocess.DEVNULL,
-        )
+        completed = answer_of(command, within_s=READ_WITHIN_S)
+        completed.check_returncode()
         return json.loads(completed.stdout.splitlines()[-1]), ""
     except subprocess.TimeoutExpired:
         return {}, f"xprof took more than {READ_WITHIN_S:.0f} s"

@@ -209,8 +209,7 @@ def match(
     }
     wanted = {path: tuple(weight.shape) for path, weight in weights.items() if path not in excluded}
     with ExitStack() as files:
-        held = contents(model) | dict(of_preprocess or {})
-        arrays, warnings = _open(source, model, wanted, class_names or {}, held, files)
+        arrays, run = _open(source, model, wanted, files)
         common = [path for path in wanted if path in arrays]
         if not common:
             raise UserError(
@@ -226,6 +225,14 @@ def match(
                 )
         left = [path for path in arrays if path not in common]
         taken = {path: _values(arrays[path], path, source) for path in common}
+    warnings: list[str] = []
+    if run is not None:
+        head = [path for path in weights if not is_lora(path)][-1]  # a new one learns the classes of now
+        held = contents(model) | dict(of_preprocess or {})
+        warnings += _changed_vocabularies(run.checkpoint, held)
+        warnings += _guessed_lora(run)
+        warnings += _changed_classes(run.checkpoint, class_names or {}) if head in taken else ()
+        warnings = [f"{_WHERE}: {run.checkpoint.folder}: {warning}" for warning in warnings]
     return Match(taken, left, [path for path in weights if path not in common], warnings)
 
 
@@ -268,28 +275,28 @@ def _values(stored: Any, path: str, source: str) -> np.ndarray:
     raise UserError(f"{_WHERE}: {source}: {path} is {stored.dtype} there; expected numbers.")
 
 
+class _SourceRun(NamedTuple):
+    """A run that weights come from. merged: the paths of weights to which what LoRA learned there is added."""
+
+    checkpoint: Checkpoint
+    merged: Sequence[str]
+
+
 def _open(
-    source: str,
-    model: keras.Model,
-    wanted: Shapes,
-    class_names: ClassNames,
-    held: Mapping[str, str],
-    files: ExitStack,
-) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the arrays of a source by path, and warnings; of a file, its datasets, open as long as `files`."""
+    source: str, model: keras.Model, wanted: Shapes, files: ExitStack
+) -> tuple[Mapping[str, Any], _SourceRun | None]:
+    """Return the arrays of a source by path, and the run if it is one; of a file, datasets, open as long as `files`."""
     if is_users(source):
-        return _from_function(source), []
+        return _from_function(source), None
     if source.endswith((".keras", ".h5")):
-        return _from_file(source, model, wanted, files), []
-    return _from_run(source, model, wanted, class_names, held)
+        return _from_file(source, model, wanted, files), None
+    return _from_run(source, wanted)
 
 
-def _from_run(
-    path: str, model: keras.Model, wanted: Shapes, class_names: ClassNames, held: Mapping[str, str]
-) -> tuple[Arrays, list[str]]:
+def _from_run(path: str, wanted: Shapes) -> tuple[Arrays, _SourceRun]:
     """Return the weights of a checkpoint, or their moving averages if it holds any, as `export` takes them.
 
-    wanted: the shapes of the model's weights by path, without those of init_exclude. held: what layers hold now.
+    wanted: the shapes of the model's weights by path, without those of init_exclude.
     """
     checkpoint = open_checkpoint(path, _WHERE)
     try:
@@ -299,19 +306,7 @@ def _from_run(
     weights: Arrays = {}
     for kind in ("model/", "ema/"):
         weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
-    of_settings = checkpoint.facts.setting("model.lora")
-    merged = {path: path.rpartition("/")[0] for path in _merge_lora(weights, wanted)}
-    guessed = [path for path, layer in merged.items() if not any(re.search(key, layer) for key in of_settings)]
-    warnings = [*_changed_vocabularies(checkpoint, held)]
-    if guessed:
-        warnings.append(
-            f"what LoRA learned is added to {listed(guessed)} as if enable_lora had been given no lora_alpha. If it "
-            "was given one, export that run to a .keras file and begin with the file."
-        )
-    head = [path for path in by_path(model.weights) if not is_lora(path)][-1:]
-    if all(path in wanted and path in weights for path in head):  # a new one learns the classes of now
-        warnings += _changed_classes(checkpoint, class_names)
-    return weights, [f"{_WHERE}: {checkpoint.folder}: {warning}" for warning in warnings]
+    return weights, _SourceRun(checkpoint, _merge_lora(weights, wanted))
 
 
 def _merge_lora(weights: Arrays, wanted: Shapes) -> list[str]:
@@ -341,6 +336,16 @@ def _changed_vocabularies(checkpoint: Checkpoint, held: Mapping[str, str]) -> It
         yield (
             f"there is another {listed(changed)} than in that run, so weights taken, such as an Embedding's, may "
             "stand for other words. Give the model those of then, or leave such weights out by model.init_exclude."
+        )
+
+
+def _guessed_lora(run: _SourceRun) -> Iterator[str]:
+    patterns = run.checkpoint.facts.setting("model.lora")
+    layers = {path: path.rpartition("/")[0] for path in run.merged}
+    if guessed := [path for path, layer in layers.items() if not any(re.search(each, layer) for each in patterns)]:
+        yield (
+            f"what LoRA learned is added to {listed(guessed)} as if enable_lora had been given no lora_alpha. If it "
+            "was given one, export that run to a .keras file and begin with the file."
         )
 
 

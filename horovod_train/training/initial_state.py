@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +98,19 @@ def changed_meaning(run: Run, facts: Facts, metric: str) -> list[str]:
     """Return the settings that give a metric of an evaluation other values than in the run of a checkpoint."""
     of_loss = ("loss", "train.l2") if metric == "loss" or metric.endswith("_loss") else ()  # the latter of an output
     changed = [*_changed_settings(run, facts, [*_MEANING, *of_loss]), *_changed_metrics(run.config, facts, metric)]
-    if _averages_seen(facts.setting) != _averages_seen(as_dict(run.config).__getitem__):
+    settings = as_dict(run.config)
+    then = _averages_seen(facts.setting("callbacks"), facts.setting("optimizer"))
+    if then != _averages_seen(settings["callbacks"], settings["optimizer"]):
         changed.append("SwapEMAWeights")
     if run.parts.eval and facts.eval_data and facts.eval_data != run.parts.eval.content:
         changed.append("data.eval")
     return changed
 
 
-def _averages_seen(setting: Callable[[str], Any]) -> tuple[bool, Any]:
+def _averages_seen(callbacks: Sequence[Mapping[str, Any]], optimizer: Mapping[str, Any]) -> tuple[bool, Any]:
     """Return whether evaluations see the averages of a Keras optimizer, and the momentum that these have."""
-    sees = any(fold(spec["name"]) == fold("SwapEMAWeights") for spec in setting("callbacks"))
-    return sees, setting("optimizer")["options"].get("ema_momentum") if sees else None
+    sees = any(fold(spec["name"]) == fold("SwapEMAWeights") for spec in callbacks)
+    return sees, optimizer["options"].get("ema_momentum") if sees else None
 
 
 def _forget_values(run: Run, checkpoint: Checkpoint) -> None:

@@ -265,19 +265,20 @@ def load_table(
             log.warning(f"{path}: a column without a name, as pandas writes its index, is left out")
             continue
         table[name] = np.array(cells, object) if name in stay_text else _column(cells, point)
+        commas = point == "," and any("," in cell for cell in cells)
         if table[name].dtype == object:
             missing = _find_missing(cells, point, is_text=name in stay_text)
             if missing:
                 rest = {name: cells, **dict(columns)}
                 gaps = {each: _find_missing(rest[each], point, is_text=each in stay_text) for each in rest}
                 raise _missing_cells(f"{path}:{lines[missing[0]]}: {name}", rest, gaps, path, separator)
-            has_comma = any("," in cell for cell in cells)  # else it may be a column of versions
-            if name in stay_text or not has_comma or not all(map(_GROUPED.fullmatch, cells)):
+            # Without a comma it may be a column of versions.
+            if name in stay_text or not commas or not all(map(_GROUPED.fullmatch, cells)):
                 continue
         elif table[name].dtype.kind == "f":
             _check_floats(table[name], cells, point, path, name, lines)
         if point == ",":
-            has_commas = has_commas or any("," in cell for cell in cells)
+            has_commas = has_commas or commas
             found_here = (f"{lines[at]}: {name}: {cell}" for at, cell in enumerate(cells) if "." in cell)
             with_point = with_point or next(found_here, "")
     if has_commas and with_point:  # it may stand between thousands

@@ -39,6 +39,7 @@ from horovod_train.distributed.launch.started_ranks import (
     start_here,
 )
 from horovod_train.errors import UserError
+from horovod_train.host import answer_of
 from horovod_train.output.console import to_stderr
 
 SSH = (
@@ -96,15 +97,7 @@ def discover_hosts(script: str, slots: int) -> list[Host]:
     """Run a script that prints HOST or HOST:SLOTS on each line, as Horovod's elastic runs do. Raises UserError."""
     where = f"--host-discovery {script}"
     try:
-        finished = subprocess.run(
-            [script],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=DISCOVER_WITHIN_S,
-            check=False,
-        )
+        finished = answer_of([script], within_s=DISCOVER_WITHIN_S)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{where}: {reason}. It must be a program that prints HOST:SLOTS on each line.") from error
@@ -139,15 +132,7 @@ def ask_hosts(hosts: Sequence[Host]) -> dict[str, str]:
         if is_this_host(host.name):
             return ""
         try:
-            finished = subprocess.run(
-                [*SSH, host.name, "true"],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                stdin=subprocess.DEVNULL,
-                timeout=ANSWER_WITHIN_S,
-                check=False,
-            )
+            finished = answer_of([*SSH, host.name, "true"], within_s=ANSWER_WITHIN_S)
         except FileNotFoundError as error:
             raise UserError("there is no ssh on PATH, by which the ranks of other hosts are started.") from error
         except subprocess.TimeoutExpired:
@@ -227,7 +212,7 @@ def run_agent() -> int:
     """Start the ranks of this host as the launch of another host orders, and pass signals on to them.
 
     Reads the order from standard input. If the input ends, the launch or the connection to it is gone: the ranks are
-    asked to save and to end. Returns their exit code.
+    asked to save and to end, as at the signal END_RANKS. Returns their exit code.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, _let_launch_decide)

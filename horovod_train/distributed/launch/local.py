@@ -18,6 +18,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
+from horovod_train.host import answer_of
+
 Way = Literal["mpirun", "horovodrun"]
 
 _ALLOCATION = ("SLURM_JOBID", "SLURM_TASKS_PER_NODE", "PBS_ENVIRONMENT", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
@@ -191,9 +193,7 @@ def _ask_driver(*options: str) -> subprocess.CompletedProcess[str] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        return subprocess.run(
-            ["nvidia-smi", *options], capture_output=True, text=True, errors="replace", check=False, timeout=20
-        )
+        return answer_of(["nvidia-smi", *options], within_s=20)
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -35,7 +35,7 @@ from horovod_train.distributed.launch.rendezvous_server import (
     token,
 )
 from horovod_train.errors import FailedElsewhere, RunError, UserError
-from horovod_train.host import boot_id, environment_kept
+from horovod_train.host import answer_of, boot_id, environment_kept
 from horovod_train.output.console import to_stderr
 from horovod_train.shown_text import listed
 
@@ -440,9 +440,7 @@ def _address_of(host: str) -> str:
     with suppress(OSError):
         return socket.gethostbyname(host)
     with suppress(OSError, subprocess.SubprocessError):
-        scontrol = subprocess.run(
-            ["scontrol", "-o", "show", "node", host], capture_output=True, text=True, errors="replace", timeout=20
-        )
+        scontrol = answer_of(["scontrol", "-o", "show", "node", host], within_s=20)
         if match := re.search(r"NodeAddr=(\S+)", scontrol.stdout):
             return socket.gethostbyname(match[1])
     raise RunError(f"{host}, the first host of this step, has no address that this host can find.")

@@ -80,8 +80,8 @@ def _load(name: str, where: str, every_steps: int) -> Hook:
     if not callable(hook.function):
         raise UserError(f"{where}: {name} must be a function (run, step); it is {type(function).__name__}.")
     steps = [*([] if hook.every_steps is None else [hook.every_steps]), *hook.at_steps]
-    if parts := [number for number in steps if not isinstance(number, int | np.integer)]:
-        raise UserError(f"{where}: {name} must be due at whole numbers of steps; received {parts[0]!r}.")
+    if broken := [number for number in steps if not isinstance(number, int | np.integer)]:
+        raise UserError(f"{where}: {name} must be due at whole numbers of steps; received {broken[0]!r}.")
     if hook.every_steps is not None and hook.every_steps < 1:
         raise UserError(f"{where}: {name} must be due every 1 or more steps; received {hook.every_steps}.")
     if hook.at_end not in get_args(AtEnd):

@@ -118,12 +118,14 @@ def begin_callbacks(run: Run) -> None:
     """Collective: tell the callbacks before the first step that training begins, and give back their state.
 
     When the run resumes they are told again what had begun before the checkpoint, because some keep no state. What that
-    changes is in the checkpoint already, so it is undone, in the variables and in their state; save learning rates that
-    callbacks set which the config has added since, or given other options.
+    changes is in the checkpoint already, so it is undone, in the variables and in their state. But a learning rate set by
+    a callback stays if that is new in the config, or has other options now.
     """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
-    saved = run.group.broadcast_object(_without_other_values(run, run.checkpoint) if run.checkpoint else {})
+    then = run.checkpoint
+    of_root = [_without_other_values(run, then), then.facts.setting("callbacks")] if then else [{}, []]
+    saved, specs = run.group.broadcast_object(of_root)
     if not callbacks:
         callbacks.restore(saved, step)
         return
@@ -138,11 +140,10 @@ def begin_callbacks(run: Run) -> None:
         (again if saved.get("batch_begun_at") == step else new).append(("on_train_batch_begin", step % per_epoch))
     may_change_all = callbacks.run_users_code("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
     changeable = run.state.variables() if may_change_all else run.state.rates
-    before, added = _by_whether_it_was_there(run, saved)
-    for told, kept in ((before, {}), (added, run.state.rates)):
-        undo = _undoing(
-            {name: each for name, each in changeable.items() if name not in kept} if "told" in saved else {}
-        )
+    if "told" not in saved:
+        specs, changeable = [], {}
+    for told, kept in zip(_known_and_added(run, specs), ({}, run.state.rates), strict=True):
+        undo = _undoing({name: each for name, each in changeable.items() if name not in kept})
         tell(run, step, "on_train_begin", told=told)
         for method, number in again:
             tell(run, step, method, number, told=told)
@@ -156,13 +157,9 @@ def begin_callbacks(run: Run) -> None:
     _stop(run)
 
 
-def _by_whether_it_was_there(run: Run, saved: Mapping[str, Any]) -> tuple[list[Named], list[Named]]:
-    """Collective: return the callbacks that the checkpoint's run had with the same options, and the others.
-
-    saved: the state of the callbacks there.
-    """
-    specs = run.group.broadcast_object(run.checkpoint.facts.setting("callbacks") if run.checkpoint else [])
-    known = [_as_json(spec) for spec in specs] if "told" in saved else []
+def _known_and_added(run: Run, specs: Sequence[Any]) -> tuple[list[Named], list[Named]]:
+    """Return the callbacks that are among `specs`, those of the checkpoint's config, and the others."""
+    known = [_as_json(spec) for spec in specs]
     parts: tuple[list[Named], list[Named]] = [], []
     for named, spec in zip(run.parts.callbacks.named, as_dict(run.config)["callbacks"], strict=True):
         is_known = _as_json(spec) in known

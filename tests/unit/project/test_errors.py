@@ -10,6 +10,7 @@ import urllib.error
 from email.message import Message
 
 import pytest
+import requests
 from test_architecture import FILES
 
 from horovod_train.errors import ReadFailed, UserError, one_line, unreadable, unreadable_as_told
@@ -27,6 +28,12 @@ def test_an_error_without_a_text_is_an_empty_line() -> None:
     assert one_line(ValueError()) == ""
 
 
+def answer(status: int) -> requests.Response:
+    made = requests.Response()
+    made.status_code = status
+    return made
+
+
 class Timeout(Exception):
     """As that of requests."""
 
@@ -40,6 +47,11 @@ class Timeout(Exception):
         (FileNotFoundError(errno.ENOENT, "gone"), False),
         (ValueError("bad"), False),
         (Timeout("read timed out"), True),
+        (requests.exceptions.ConnectionError("no answer"), True),
+        (requests.exceptions.ReadTimeout("read timed out"), True),
+        (requests.exceptions.HTTPError("503", response=answer(503)), True),
+        (requests.exceptions.HTTPError("404", response=answer(404)), False),
+        (requests.exceptions.InvalidURL("no host"), False),
         (urllib.error.URLError("no route"), True),
         (urllib.error.HTTPError("http://a", 404, "not found", Message(), None), False),
         (urllib.error.HTTPError("http://a", 503, "busy", Message(), None), True),
