@@ -118,8 +118,8 @@ def begin_callbacks(run: Run) -> None:
     """Collective: tell the callbacks before the first step that training begins, and give back their state.
 
     When the run resumes they are told again what had begun before the checkpoint, because some keep no state. What that
-    changes is in the checkpoint already, so it is undone, in the variables and in their state. But a learning rate set by
-    a callback stays if that is new in the config, or has other options now.
+    changes is in the checkpoint already, so it is undone, in the variables and in their state. But a learning rate
+    stays if the callback that sets it is new in the config, or has other options now.
     """
     callbacks = run.parts.callbacks
     step, epoch = int(run.state.step), int(run.state.epoch)
