@@ -322,7 +322,10 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
         wrong += int(np.sum(counts > 1)) + abs(int(np.sum(counts > 0)) - expected)
     titles = ("epoch", "rank", "records", "padding rows", "blocks", "MB", "first records")
     console.print(build_table(titles, rows, left=titles[-1:]))
-    console.print("each record once an epoch" if not wrong else f"{wrong} records not once an epoch")
+    each = "each record once an epoch"
+    if any(data_set.repeats > 1 for data_set in records.data_sets):
+        each = "each record once an epoch for each repeat of its data set"
+    console.print(each if not wrong else f"{wrong} records not once an epoch")
     return 0 if not wrong else 1
 
 

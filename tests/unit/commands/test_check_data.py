@@ -168,6 +168,17 @@ def test_shares_of_ranks_are_shown_and_add_up(data: Path, capsys: pytest.Capture
     assert lines[-1] == "each record once an epoch"
 
 
+def test_a_repeated_data_set_is_said_to_come_so_often(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text(f"data: {{train: [{{path: {data}/train, repeats: 2}}], global_batch_size: 20}}\ntrain: {{epochs: 1}}\n")
+    assert run(check_data, "--config", config, "--np", 2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "140 records in 6 blocks" in "\n".join(lines)
+    assert lines[-1] == "each record once an epoch for each repeat of its data set"
+
+
 def test_a_config_says_what_to_check(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "a.yaml"
     config.write_text(
