@@ -44,6 +44,7 @@ from horovod_train.output.files import (
     Artifact,
     begins,
     check,
+    is_gone,
     json_text,
     must_be_writable,
     remove,
@@ -258,7 +259,7 @@ class CheckpointStore(Store):
         except (OSError, tf.errors.OpError) as error:
             folder = self.checkpoints.folder
             self._failure = f"the checkpoint of step {facts.step} was not written to {folder}: {reason(error)}"
-            last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
+            last = self._last_whole if self._last_whole and not is_gone(self._last_whole) else "none"
             self._failed_saves += 1
             self.given_up = self._why_given_up(last)
             then = "The run ends" if self.given_up else "The next save tries again"
@@ -285,7 +286,7 @@ class CheckpointStore(Store):
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""
         run_dir = self.checkpoints.folder.parent
-        if not os.path.isdir(run_dir):  # Path.is_dir raises what a disk that fails answers
+        if is_gone(run_dir):
             return (
                 f"output_dir: {run_dir} is gone: removed, renamed or no longer mounted, so that no checkpoint can be "
                 "saved. Bring it back and start again, or start anew with another --output-dir."

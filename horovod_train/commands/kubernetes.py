@@ -239,7 +239,7 @@ def indexed_job(job: Job) -> list[Manifest]:
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": job.max_restarts,
+        "backoffLimit": job.max_restarts * job.nodes,  # it counts pods, and all may fail at once
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": {"app": job.name}}, "spec": pod},
     }

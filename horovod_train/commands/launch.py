@@ -50,7 +50,7 @@ from horovod_train.distributed.launch.started_ranks import (
 )
 from horovod_train.errors import SAVED, START_AGAIN, InUse, UserError
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import Lines, read_json
+from horovod_train.output.files import Lines, is_gone, read_json
 from horovod_train.output.rank_log import launch_log, now
 from horovod_train.shown_text import printable, without_secrets
 
@@ -437,7 +437,7 @@ class Supervisor:
         run_dir = self.program.run_dir
         if run_dir is None:
             return ""
-        if self._had_directory and self.program.is_trainer and not os.path.isdir(run_dir):
+        if self._had_directory and self.program.is_trainer and is_gone(run_dir):
             return f"{run_dir} is gone: removed, renamed or no longer mounted"
         if self._seen is not None and not self._steps():
             return f"the checkpoints of {run_dir} are gone, or cannot be read; the newest was that of step {self._seen}"

@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_train.data.source import mark_skipped
 from horovod_train.errors import UserError, reading, unusable
-from horovod_train.output.files import Artifact, Lines, open_regular, parse_json, remove
+from horovod_train.output.files import Artifact, Lines, is_gone, open_regular, parse_json, remove
 
 FOLDER = "audit"
 _WRITE_FROM_BYTES = 1 << 16
@@ -121,7 +121,7 @@ class AuditLog(Audit):
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except FileNotFoundError:
-            return not os.path.isdir(self._path.parent)  # a disk that is gone may come back
+            return is_gone(self._path.parent)  # a disk that is gone may come back
         except OSError:
             return True
 

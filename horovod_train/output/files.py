@@ -108,6 +108,17 @@ def zip_members(path: Path) -> set[str]:
         return set()
 
 
+def is_gone(path: Path) -> bool:
+    """Return whether there is nothing at a path; False where a disk that fails answers otherwise: it may come back."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def draft_of(path: Path) -> Path:
     """Return a free, hidden path next to `path`, for a file or folder that is renamed to `path` once it is whole."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

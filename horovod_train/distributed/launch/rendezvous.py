@@ -49,6 +49,9 @@ PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
 PORTS_TRIED = 16
 
+REPORT_AGAIN_S = 10.0
+"""After how long a rank that waits for the others looks for root again: it may have been started again meanwhile."""
+
 RESOLVE_WITHIN_S = 60.0
 """How long a rank asks for the address of rank 0's host: the name of a pod is known only once the pod has started."""
 
@@ -348,11 +351,13 @@ def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tupl
     report: of this rank, its arrival or its failure. After reporting a failure it does not wait for the others.
     """
     port, ports, address, backoff = None, _ports(step), "", key_value_store.Backoff(step.size, deadline)
+    report_again_at = 0.0
     while backoff.pause():
         if port is None:
             host = _address_now(step, host)
             port = next((port for port in ports if _is_root(host, port, step)), None)
             address = "" if port is None else _with_key(host, port, step)
+            report_again_at = time.monotonic() + REPORT_AGAIN_S
             if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), report) is None:
                 port = None
             elif port is not None and _has_failed(report):
@@ -362,6 +367,8 @@ def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tupl
         elif answer is not None:
             key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all have read it
             raise _failed_elsewhere(answer)
+        elif time.monotonic() > report_again_at:
+            port = None  # a server that was started again, perhaps at another address, knows nothing of this rank
     if port is None and step.rank == 1:  # 1, not 2, so that it is tried again: its host may be lost
         raise RunError(
             f"rank 0 on {step.root} ({host}) does not answer rank 1 on {step.here} at port "
@@ -418,7 +425,7 @@ def _resolve(host: str, step: Meeting, within_s: float) -> str:
         except OSError as error:
             if not backoff.pause():
                 reason = error.strerror or type(error).__name__
-                raise UserError(
+                raise RunError(  # 1, not 2, so that it is tried again: the host may be on its way
                     f"{host}, by {step.launcher} the host of rank 0, has no IPv4 address that {socket.gethostname()} "
                     f"can find: {reason}. In Kubernetes it needs a headless service that publishes addresses early."
                 ) from error

@@ -172,7 +172,8 @@ def test_a_repeated_data_set_is_said_to_come_so_often(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "a.yaml"
-    config.write_text(f"data: {{train: [{{path: {data}/train, repeats: 2}}], global_batch_size: 20}}\ntrain: {{epochs: 1}}\n")
+    train = f"[{{path: {data}/train, repeats: 2}}]"
+    config.write_text(f"data: {{train: {train}, global_batch_size: 20}}\ntrain: {{epochs: 1}}\n")
     assert run(check_data, "--config", config, "--np", 2) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "140 records in 6 blocks" in "\n".join(lines)

@@ -126,6 +126,11 @@ def test_ends_that_no_new_pod_would_change_end_the_job(capsys: pytest.CaptureFix
     assert ignore[0]["onExitCodes"]["values"] == [75]
 
 
+def test_all_pods_may_fail_as_often_as_their_ranks_are_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kubernetes counts the pods of all indexes together, and a cause that they share ends all of them at once."""
+    assert printed(capsys, "--nodes", "64", "--max-restarts", "5")[-1]["spec"]["backoffLimit"] == 320
+
+
 @pytest.mark.parametrize("claim", ["my.claim", "a" * 253, "data-0.team-1.b"])
 def test_a_volume_takes_every_name_that_a_claim_may_have(capsys: pytest.CaptureFixture[str], claim: str) -> None:
     """Claims may have dots and 253 characters, unlike what pods and services are named after."""

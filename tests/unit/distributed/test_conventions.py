@@ -14,7 +14,7 @@ from horovod_train.distributed.launch.launcher import TOKEN, TOKEN_FILE, WITHOUT
 from horovod_train.distributed.launch.network import host_names
 from horovod_train.distributed.launch.rendezvous import Place, find_places
 from horovod_train.distributed.launch.rendezvous_server import own_token
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 
 SECRET = {TOKEN: "secret"}
 
@@ -325,7 +325,7 @@ def test_a_file_of_the_secret_is_read_and_must_hold_one(tmp_path: Path, monkeypa
 def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting: Any = read_launch(INDEXED | {"HOROVOD_TRAIN_ROOT": "nowhere.invalid"} | SECRET).step
     monkeypatch.setattr(rendezvous, "RESOLVE_WITHIN_S", 0.0)
-    with pytest.raises(UserError, match=r"nowhere\.invalid, by indexed-job the host of rank 0, has no IPv4 address"):
+    with pytest.raises(RunError, match=r"nowhere\.invalid, by indexed-job the host of rank 0, has no IPv4 address"):
         rendezvous._address_of_root(meeting)
 
 

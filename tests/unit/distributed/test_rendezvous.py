@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from conftest import HANGS_AFTER_S
 from strangers import messages
 
 from horovod_train.distributed.launch import key_value_store, network, rendezvous, rendezvous_server
@@ -25,6 +26,7 @@ from horovod_train.distributed.launch.rendezvous import (
     Place,
     _address_of_root,
     _choose_interface,
+    _find_root,
     _is_root,
     _report,
     find_places,
@@ -334,6 +336,30 @@ def test_whether_root_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert not root_has_failed(Meeting("an Indexed Job", 1, 2, "run-0.run", 29400, "run"))
     assert asked == ["run-0.run"]
+
+
+def test_a_rank_that_has_arrived_tells_it_to_a_root_that_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the pod that takes the place of rank 0's, which has another address, while ranks wait for the last one."""
+    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setattr(rendezvous, "REPORT_AGAIN_S", 0.0)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: addresses[-1])
+    addresses, found = ["127.0.0.2"], []
+
+    def find() -> None:
+        found.append(_find_root("127.0.0.2", meeting, time.monotonic() + HANGS_AFTER_S, _HERE))
+
+    with serving(StepServer("127.0.0.2", 0, "run", size=2)) as first:
+        port = first.server_address[1]
+        meeting = Meeting("an Indexed Job", 1, 2, "run-0.run", port, "run")
+        rank = threading.Thread(target=find)
+        rank.start()
+        wait_until(lambda: "1" in first.cache[key_value_store.NAME])
+    with serving(StepServer("127.0.0.3", port, "run", size=2)) as second:
+        addresses.append("127.0.0.3")
+        wait_until(lambda: second.cache[key_value_store.NAME].get("1") == _HERE)
+        second.cache[key_value_store.NAME]["all"] = _HERE
+        rank.join(HANGS_AFTER_S)
+        assert found == [(f"127.0.0.3:{port}/{second.key}", port)]
 
 
 def test_the_queue_of_ranks_that_connect_is_long() -> None:
