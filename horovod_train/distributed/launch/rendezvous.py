@@ -58,9 +58,10 @@ RESOLVE_WITHIN_S = 60.0
 _ALL = "0.0.0.0"
 """All addresses of this host."""
 
-_HERE = b"here"
 _FAILED = "failed {rank} {exit_code}"
-"""What a rank reports instead of `here` if it has failed. Root passes it on to all ranks."""
+"""What a rank reports if it has failed, and root then answers the others, who report it in turn once they know it."""
+_FAILURE = "failure"
+"""The key under which root publishes a failure also for ranks that have not arrived."""
 
 _has_arrived = False
 """Whether this process has taken part in a rendezvous, so that other ranks no longer wait for it."""
@@ -106,12 +107,12 @@ def open_rendezvous(step: Meeting) -> Iterator[None]:
     _has_arrived = True
     try:
         if server is None:
-            address, port = _find_root(root, step, deadline, _report(step))
+            address, port, answer = _find_root(root, step, deadline, _report(step))
+            place = Place(*json.loads(answer))
         else:
             port = server.server_address[1]
             address = _with_key(root if server.server_address[0] == _ALL else server.server_address[0], port, step)
-            _wait_for_all(server, step, deadline)
-        place = _ask_place(step, address, port, deadline)
+            place = _wait_for_all(server, step, deadline)
         address, port, relay = _where_to_ask(step, place, address, port)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, place, address, port) | _log_level(step)
@@ -144,7 +145,7 @@ def _close(servers: Sequence[StepServer]) -> None:
 def report_failure(step: Meeting, exit_code: int) -> None:
     """Report to the other ranks that this one has failed before the rendezvous, because they would wait for it.
 
-    Returns when all ranks have read it, or after the time for which they would wait. Does not raise.
+    Returns when root knows it, and on root when `_tell_failure` does. Does not raise.
     """
     if _has_arrived or step.size == 1:
         return
@@ -157,7 +158,7 @@ def report_failure(step: Meeting, exit_code: int) -> None:
             _find_root(root, step, deadline, failure)
             return
         server = _open_server(step, root)
-        _publish_failure(server, step, deadline, failure)
+        _tell_failure(server, step, deadline, failure)
         _close([server])
 
 
@@ -169,7 +170,7 @@ def root_has_failed(step: Meeting) -> bool:
         root = _address_of_root(step, within_s=0.0)
         for port in _ports(step):
             if _is_root(root, port, step):
-                answer = key_value_store.ask(_with_key(root, port, step), port, "GET", "all")
+                answer = key_value_store.ask(_with_key(root, port, step), port, "GET", _FAILURE)
                 return answer is not None and answer.startswith(b"failed 0 ")
             if time.monotonic() > deadline:
                 break
@@ -262,8 +263,11 @@ def _has_failed(report: bytes) -> bool:
     return report.startswith(b"failed ")
 
 
-def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> None:
-    """Wait on root until all ranks have arrived, or raise FailedElsewhere once all know that one has failed."""
+def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> Place:
+    """Wait on root until all ranks have arrived and tell them their places; return root's.
+
+    Raises FailedElsewhere if one has failed, once the others know it.
+    """
     while missing := set(range(1, step.size)) - (reports := _read_reports(server)).keys():
         if any(map(_has_failed, reports.values())):
             break
@@ -275,27 +279,38 @@ def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> None:
             )
         time.sleep(key_value_store.POLL_S / 5)
     if failure := next(filter(_has_failed, reports.values()), None):
-        _publish_failure(server, step, deadline, failure)
+        _tell_failure(server, step, deadline, failure)
         raise _failed_elsewhere(failure)
+    arrivals = [_report(step), *(reports[rank] for rank in range(1, step.size))]
     try:
-        arrivals = [_report(step), *(reports[rank] for rank in range(1, step.size))]
-        places = find_places([json.loads(arrival.removeprefix(_HERE)) for arrival in arrivals])
+        places = find_places([json.loads(arrival.split(b" ", 2)[2]) for arrival in arrivals])
     except UserError:
-        _publish_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
+        _tell_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
         raise
-    values = {f"place.{rank}": json.dumps(place).encode() for rank, place in enumerate(places)}
+    _publish(server, {_answer_key(*each): json.dumps(places[each[0]]).encode() for each in enumerate(arrivals)})
+    return places[0]
+
+
+def _publish(server: StepServer, values: dict[str, bytes]) -> None:
     with server.cache_lock:
         server.cache[key_value_store.NAME].update(values)
-        server.cache[key_value_store.NAME]["all"] = _HERE
 
 
-def _publish_failure(server: StepServer, step: Meeting, deadline: float, failure: bytes) -> None:
-    """Publish a failure on root; return when all ranks have read it, also those that arrive later."""
-    with server.cache_lock:
-        server.cache[key_value_store.NAME]["all"] = failure
+def _tell_failure(server: StepServer, step: Meeting, deadline: float, failure: bytes) -> None:
+    """Tell the other ranks of a failure, on root, also those that arrive later.
+
+    Returns when all know it, or when one that knows it is back: it has been started again, and so is root to be. That
+    one is not told, as it would fail once more for nothing; it looks for root again.
+    """
+    _publish(server, {_FAILURE: failure})
+    told: set[int] = set()
     while time.monotonic() < deadline:
-        if sum(map(_has_failed, _read_reports(server).values())) == step.size - 1:
+        reports = _read_reports(server)
+        told |= {rank for rank, report in reports.items() if _has_failed(report)}
+        waiting = {rank: report for rank, report in reports.items() if not _has_failed(report)}
+        if len(told) == step.size - 1 or told & waiting.keys():
             return
+        _publish(server, {_answer_key(*each): failure for each in waiting.items()})
         time.sleep(key_value_store.POLL_S)
 
 
@@ -305,8 +320,13 @@ def _failed_elsewhere(failure: bytes) -> FailedElsewhere:
 
 
 def _report(step: Meeting) -> bytes:
-    """Return what a rank reports when it arrives."""
-    return _HERE + json.dumps([step.here, boot_id(), step.local_rank]).encode()
+    """Return what a rank reports when it arrives: a number of this arrival, and where it is."""
+    return f"here {secrets.token_hex(8)} {json.dumps([step.here, boot_id(), step.local_rank])}".encode()
+
+
+def _answer_key(rank: int, report: bytes) -> str:
+    """Return the key of root's answer to an arrival; a rank that is started again gets another one."""
+    return f"answer.{rank}.{report.split(b' ', 2)[1].decode()}"
 
 
 def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
@@ -337,18 +357,10 @@ def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:
     return [places[rank] for rank in range(len(arrivals))]
 
 
-def _ask_place(step: Meeting, address: str, port: int, deadline: float) -> Place:
-    backoff = key_value_store.Backoff(step.size, deadline)
-    while (answer := key_value_store.ask(address, port, "GET", f"place.{step.rank}")) is None:
-        if not backoff.pause():
-            raise RunError(f"rank 0 on {step.root} has not told rank {step.rank} its place among the ranks.")
-    return Place(*json.loads(answer))
+def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tuple[str, int, bytes]:
+    """Return root's address with the key, its port, and its answer once all ranks have arrived. Not for root.
 
-
-def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tuple[str, int]:
-    """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
-
-    report: of this rank, its arrival or its failure. After reporting a failure it does not wait for the others.
+    report: of this rank, its arrival or its failure. A failure has no answer: b"".
     """
     port, ports, address, backoff = None, _ports(step), "", key_value_store.Backoff(step.size, deadline)
     report_again_at = 0.0
@@ -361,11 +373,11 @@ def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tupl
             if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), report) is None:
                 port = None
             elif port is not None and _has_failed(report):
-                return address, port
-        elif (answer := key_value_store.ask(address, port, "GET", "all")) == _HERE:
-            return address, port
-        elif answer is not None:
-            key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all have read it
+                return address, port, b""
+        elif (answer := key_value_store.ask(address, port, "GET", _answer_key(step.rank, report))) is not None:
+            if not _has_failed(answer):
+                return address, port, answer
+            key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all know it
             raise _failed_elsewhere(answer)
         elif time.monotonic() > report_again_at:
             port = None  # a server that was started again, perhaps at another address, knows nothing of this rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import http.client
 import json
@@ -22,18 +23,19 @@ from horovod_train.distributed.launch import key_value_store, network, rendezvou
 from horovod_train.distributed.launch.conventions import Meeting
 from horovod_train.distributed.launch.launcher import TOKEN
 from horovod_train.distributed.launch.rendezvous import (
-    _HERE,
     Place,
     _address_of_root,
+    _answer_key,
     _choose_interface,
     _find_root,
     _is_root,
     _report,
+    _wait_for_all,
     find_places,
     root_has_failed,
 )
 from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, NEWS_BYTES, Relay, StepServer
-from horovod_train.errors import RunError
+from horovod_train.errors import FailedElsewhere, RunError
 
 Server = TypeVar("Server", bound=StepServer)
 
@@ -290,7 +292,7 @@ def test_tasks_of_a_slurm_step_get_their_places_by_its_names_of_hosts() -> None:
         Meeting("srun", rank, 3, "n1", None, "7.0.0", local_rank, local_size, False, hosts, host)
         for rank, (local_rank, local_size, host) in enumerate(tasks)
     ]
-    arrivals = [json.loads(_report(rank).removeprefix(_HERE)) for rank in ranks]
+    arrivals = [json.loads(_report(rank).split(b" ", 2)[2]) for rank in ranks]
     assert find_places(arrivals) == [Place("n1", 0, 2, 0, 2), Place("n1", 1, 2, 0, 1), Place("n2", 0, 1, 1, 2)]
 
 
@@ -342,24 +344,70 @@ def test_a_rank_that_has_arrived_tells_it_to_a_root_that_is_started_again(monkey
     """As in the pod that takes the place of rank 0's, which has another address, while ranks wait for the last one."""
     monkeypatch.setenv(TOKEN, "secret")
     monkeypatch.setattr(rendezvous, "REPORT_AGAIN_S", 0.0)
+    addresses = ["127.0.0.2"]
     monkeypatch.setattr(socket, "gethostbyname", lambda name: addresses[-1])
-    addresses, found = ["127.0.0.2"], []
-
-    def find() -> None:
-        found.append(_find_root("127.0.0.2", meeting, time.monotonic() + HANGS_AFTER_S, _HERE))
-
+    found: list[tuple[str, int, bytes]] = []
     with serving(StepServer("127.0.0.2", 0, "run", size=2)) as first:
         port = first.server_address[1]
         meeting = Meeting("an Indexed Job", 1, 2, "run-0.run", port, "run")
-        rank = threading.Thread(target=find)
+        report, deadline = _report(meeting), time.monotonic() + HANGS_AFTER_S
+        rank = threading.Thread(target=lambda: found.append(_find_root("127.0.0.2", meeting, deadline, report)))
         rank.start()
         wait_until(lambda: "1" in first.cache[key_value_store.NAME])
     with serving(StepServer("127.0.0.3", port, "run", size=2)) as second:
         addresses.append("127.0.0.3")
-        wait_until(lambda: second.cache[key_value_store.NAME].get("1") == _HERE)
-        second.cache[key_value_store.NAME]["all"] = _HERE
+        wait_until(lambda: second.cache[key_value_store.NAME].get("1") == report)
+        second.cache[key_value_store.NAME][_answer_key(1, report)] = b"its place"
         rank.join(HANGS_AFTER_S)
-        assert found == [(f"127.0.0.3:{port}/{second.key}", port)]
+        assert found == [(f"127.0.0.3:{port}/{second.key}", port, b"its place")]
+
+
+def test_ranks_that_are_started_again_after_a_failure_meet_though_one_has_never_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 of 4 fails for a moment, while the pod of rank 3 waits for a node: who comes again is not told of it."""
+    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setattr(rendezvous, "REPORT_AGAIN_S", 0.0)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.2")
+    deadline = time.monotonic() + HANGS_AFTER_S
+    meetings = [Meeting("an Indexed Job", rank, 4, "run-0.run", 0, "run") for rank in range(4)]
+    ended: dict[str, Any] = {}
+
+    def started(name: str, rank: int, port: int) -> threading.Thread:
+        def meet() -> None:
+            meeting = dataclasses.replace(meetings[rank], port=port)
+            try:
+                ended[name] = _find_root("127.0.0.2", meeting, deadline, _report(meeting))[2]
+            except FailedElsewhere as error:
+                ended[name] = str(error)
+
+        thread = threading.Thread(target=meet)
+        thread.start()
+        return thread
+
+    def lead(server: StepServer) -> None:
+        try:
+            ended["root"] = _wait_for_all(server, meetings[0], deadline)
+        except FailedElsewhere as error:
+            ended["root"] = str(error)
+
+    with serving(StepServer("127.0.0.2", 0, "run", size=4)) as first:
+        port = first.server_address[1]
+        root, rank_2 = threading.Thread(target=lead, args=[first]), started("2", 2, port)
+        root.start()
+        _find_root("127.0.0.2", dataclasses.replace(meetings[1], port=port), deadline, b"failed 1 1")
+        rank_2.join(HANGS_AFTER_S)
+        assert ended == {"2": "rank 1 failed before the ranks met"}
+        again = [started("2 again", 2, port)]
+        root.join(HANGS_AFTER_S)
+        assert ended == {"2": "rank 1 failed before the ranks met", "root": "rank 1 failed before the ranks met"}
+    with serving(StepServer("127.0.0.2", port, "run", size=4)) as second:
+        again += [started("1", 1, port), started("3", 3, port)]
+        lead(second)
+        for thread in again:
+            thread.join(HANGS_AFTER_S)
+    places = [ended["root"], *(Place(*json.loads(ended[name])) for name in ("1", "2 again", "3"))]
+    assert [place.local_rank for place in places] == [0, 1, 2, 3]
 
 
 def test_the_queue_of_ranks_that_connect_is_long() -> None:
