@@ -28,15 +28,16 @@ _LENGTH = struct.Struct("!Q")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def broadcast(value: Any, name: str) -> Any:
-    """Collective: return root's value on every rank."""
-    is_root = hvd.rank() == 0
+def broadcast(value: Any, name: str, root_rank: int = 0) -> Any:
+    """Collective: return the value of root_rank on every rank."""
+    is_root = hvd.rank() == root_rank
     with tf.device(HOST):
         packed = _as_tensor(dump(value)) if is_root else tf.zeros([0], tf.uint8)
-        size = int(hvd.broadcast(tf.constant([packed.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
+        sent = tf.constant([packed.shape[0]], tf.int64)
+        size = int(hvd.broadcast(sent, root_rank, name=f"{name}.size").numpy()[0])
         _check_size(size, name)
-        received = hvd.broadcast(packed if is_root else tf.zeros([size], tf.uint8), root_rank=0, name=f"{name}.bytes")
-    return value if is_root else _load(received.numpy(), 0)
+        received = hvd.broadcast(packed if is_root else tf.zeros([size], tf.uint8), root_rank, name=f"{name}.bytes")
+    return value if is_root else _load(received.numpy(), root_rank)
 
 
 def gather(value: Any, name: str, process_set: hvd.ProcessSet = hvd.global_process_set) -> list[Any]:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate func(state, ...) so that it is called again, from the last commit, when ranks have been lost or join.
 
-    Before each call root's state is given to all ranks. After a change the callbacks of state.register_reset_callbacks
+    Before each call the state of a rank that has trained is given to all ranks; before the first, root's. After a change the callbacks of state.register_reset_callbacks
     run before that; they must make the same exchanges as a script makes before its first call of func, because a rank
     that joins makes those.
 
@@ -76,7 +76,7 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
                 _reconnect(state)
             state.sync()
             agreement.reset_counts()
-            if reason and hvd.rank() == 0:
+            if reason and hvd.rank() == getattr(state, "root", 0):
                 log.warning(
                     f"elastic: {reason}; {hvd.size()} ranks train, after {time.monotonic() - changed_at:.1f} s."
                 )
@@ -113,12 +113,16 @@ class CommittedState(State):
     commit, so one that is changed in place is restored too. Raises UserError for one of another type.
     """
 
+    root = 0
+    """The rank whose state all ranks got last."""
+
     def __init__(self, **attributes: Any) -> None:
         super().__init__(bcast_object=None, get_rank=hvd.rank)  # check_host_updates does without
         if clashes := [name for name in attributes if hasattr(self, name)]:
             raise UserError(f"hvd.elastic: a state has {clashes[0]!r} already. Give what you keep another name.")
         self._names = list(attributes)
         self._hosts_changed = threading.Event()
+        self._is_common = False  # whether it is that of all ranks, and not what this process began with
         for name, value in attributes.items():
             setattr(self, name, value)
         self.save()
@@ -143,23 +147,29 @@ class CommittedState(State):
         self._set_objects(self._saved_objects)
 
     def sync(self) -> None:
-        """Collective: give all ranks root's variables and objects, as they are, and save them.
+        """Collective: give all ranks the variables and objects of one of them, as they are, and save them.
+
+        It is the first rank that has had those of all ranks; rank 0 may be a process that has just been started, on a
+        host that had failed. If no rank has, it is rank 0.
 
         If a rank is lost before all have both, what each had saved stays as it was.
 
         Raises UserError on all ranks if they have different numbers of variables.
         """
         variables = self.live_variables()
-        counts = hvd.allgather(tf.constant([len(variables)]), name="elastic.variables").numpy().tolist()
+        known = hvd.allgather(tf.constant([[len(variables), self._is_common]]), name="elastic.variables").numpy()
+        counts = known[:, 0].tolist()
         if len(set(counts)) > 1:
             raise UserError(
                 f"hvd.elastic: all ranks must have the same variables; received {counts} variables, by rank. Create "
                 "the variables of the model, and the optimizer's, before the state."
             )
-        broadcast_variables(variables, root_rank=0)
+        self.root = int(known[:, 1].argmax())
+        broadcast_variables(variables, root_rank=self.root)
         self.finalize()
-        self._set_objects(objects.broadcast(self._dump_objects(), "elastic.objects"))
+        self._set_objects(objects.broadcast(self._dump_objects(), "elastic.objects", self.root))
         self.save()
+        self._is_common = True
 
     def _dump_objects(self) -> bytes:
         try:

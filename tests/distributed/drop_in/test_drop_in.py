@@ -118,6 +118,11 @@ def test_of_a_sync_that_a_lost_rank_breaks_off_nothing_stays(ranks: list[dict[st
         assert facts["after_a_broken_sync"] == [1.0, 1.0]
 
 
+def test_a_rank_0_that_has_just_been_started_gives_the_others_nothing(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["after_a_new_rank_0"] == [1.0, 1.0, 1]
+
+
 def test_ranks_that_train_on_the_same_rows_are_told_once_by_root(ranks: list[dict[str, Any]]) -> None:
     """Where rows differ, and where gradients are equal because they are all 0 or NaN, nothing is said."""
     assert not any(facts["said_of_own_rows"] for facts in ranks)

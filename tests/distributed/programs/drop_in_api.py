@@ -164,8 +164,10 @@ def after_a_broken_sync() -> list[float]:
     weight.assign(2.0)
     state.epoch = 2.0
 
-    def lost(value: Any, name: str) -> Any:
-        raise RunError("a rank is lost")
+    def lost(value: Any, name: str, root_rank: int = 0) -> Any:
+        if name == "elastic.objects":
+            raise RunError("a rank is lost")
+        return broadcast(value, name, root_rank)
 
     broadcast, objects.broadcast = objects.broadcast, lost
     error_of(state.sync)
@@ -175,6 +177,18 @@ def after_a_broken_sync() -> list[float]:
 
 
 facts["after_a_broken_sync"] = after_a_broken_sync()
+
+
+def after_a_new_rank_0() -> list[float]:
+    """Rank 0 is a process that has just been started; rank 1 has trained."""
+    weight = tf.Variable(float(rank))
+    state: Any = hvd_tf.elastic.TensorFlowState([weight], epoch=float(rank))
+    state._is_common = rank == 1
+    state.sync()
+    return [float(weight.numpy()), state.epoch, state.root]
+
+
+facts["after_a_new_rank_0"] = after_a_new_rank_0()
 
 # Weights that differ, without a broadcast: found at the second step, on all ranks, in fit and in a loop.
 facts["forgotten"] = [

@@ -64,9 +64,9 @@ def may_die(state: Any) -> None:
         save()
         die_if_asked("commit")
 
-    def die_and_broadcast(value: bytes, name: str) -> bytes:
+    def die_and_broadcast(value: bytes, name: str, root_rank: int = 0) -> bytes:
         die_if_asked("sync" if name == "elastic.objects" else "no place")
-        return broadcast(value, name)
+        return broadcast(value, name, root_rank)
 
     state.save, objects.broadcast = save_and_die, die_and_broadcast
 
