@@ -377,14 +377,22 @@ def checkpoints_at(path: Path) -> list[Path]:
 def newest_whole(folder: Path, read: Read) -> tuple[Checkpoint | None, dict[int, Damaged]]:
     """Return the newest checkpoint in a checkpoints folder that `read` accepts as not damaged.
 
-    Also returns, by step, the damage of newer ones. Raises OSError.
+    Also returns, by step, the damage of newer ones. Where one can be read, those that seemed damaged because the file
+    system did not answer are read once more: it answers now. Raises OSError.
     """
     damaged: dict[int, Damaged] = {}
     for step in steps_in(folder):
         try:
-            return read(folder / step_name(step)), damaged
+            whole = read(folder / step_name(step))
         except Damaged as error:
             damaged[step] = error
+            continue
+        for newer in [step for step, damage in damaged.items() if _may_be_whole(damage)]:
+            try:
+                return read(folder / step_name(newer)), {step: damaged[step] for step in damaged if step > newer}
+            except Damaged as error:
+                damaged[newer] = error
+        return whole, damaged
     return None, damaged
 
 

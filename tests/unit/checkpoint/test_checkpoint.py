@@ -1037,6 +1037,28 @@ def test_a_file_system_that_fails_for_a_moment_damages_nothing(run: Run, monkeyp
         Run(run.directory).store.find("auto")
 
 
+def test_a_checkpoint_is_read_again_when_its_file_system_answers_before_an_older_one_is_taken(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A soft mount of NFS answers EIO for some seconds; a sector that is lost does so for ever."""
+    run.save(1, 2, 3)
+    monkeypatch.setattr(layout, "_PAUSES_S", ())
+    failing, sha256 = [run.place(3), run.place(2)], layout.sha256
+
+    def read(path: Path) -> str:
+        if path.parent in failing:
+            failing.remove(path.parent)
+            raise OSError(errno.EIO, "Input/output error")
+        return sha256(path)
+
+    monkeypatch.setattr(layout, "sha256", read)
+    assert run.found() == 3
+    assert run.names() == {run.place(step).name for step in (1, 2, 3)}
+    failing += [run.place(3), run.place(3), run.place(2)]
+    assert run.found() == 2
+    assert run.names() == {run.place(1).name, run.place(2).name, f"{run.place(3).name}.damaged"}
+
+
 def test_settings_that_matter_are_compared_with_those_of_then() -> None:
     then, _ = load_config([MINIMAL], ["optimizer={name: sgd, options: {momentum: 0.9}}", "train.l2=0.1"])
     changed, _ = load_config(
