@@ -72,6 +72,8 @@ _USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
 _SLURM = ("srun", "srun-pmix")
 _STARTS_EACH = ("torchrun", "tf-config", "indexed-job", "pals")
 """Launchers that are told what a rank runs by a file or a service, not by a command."""
+_ON_EACH_HOST = re.compile(r"rank\(s\), (\d+)( on each of \d+ hosts of [\w-]+)")
+"""In what launch says of a start, if something else has started one launch on each host."""
 _STEP = re.compile(r'"step": (\d{1,18})\b')
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _CURRENT = re.compile(r"^Current thread 0x.*\n((?:  .*\n?)*)", re.MULTILINE)
@@ -547,7 +549,7 @@ def _next(
         # It has what SLURM was asked for, such as GPUs and nodes, which the logs do not tell.
         first += f"submit its batch script again{told} (sbatch), unless SLURM has requeued it already (squeue); "
         does = f"inside an allocation {does}"
-    return f"{first}{does}: {_command(run_dir, list(stories.values()), words, is_launched=is_launched)}"
+    return f"{first}{does}: {_command(run_dir, list(stories.values()), words, launched if is_launched else [])}"
 
 
 def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
@@ -565,18 +567,21 @@ def _remedy(error: str, exit_code: int, run_dir: Path, log: Path) -> str:
     return f"read the traceback in {log}"
 
 
-def _command(run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str], *, is_launched: bool) -> str:
+def _command(run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str], launched: Sequence[Entry]) -> str:
     """Return the command that starts the run again as it was started, on each rank if a scheduler has started those.
 
-    resume: the words that say from where, if its config does not. is_launched: whether the command launch has started
-    the ranks, by mpirun for example.
+    resume: the words that say from where, if its config does not. launched: what the command launch has said, if it has
+    started the ranks, by mpirun for example.
     """
     words = ["--config", str(run_dir / "config.yaml"), *resume, "--output-dir", str(run_dir)]
     main = ["python", "-m", "horovod_train.main"]
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
     per_host = Counter(story.host for story in stories)
     hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
-    if launcher == "launch" or is_launched:
+    starts = [entry.text for entry in launched if entry.text.startswith("start ")]
+    if starts and (each := _ON_EACH_HOST.search(starts[-1])):
+        return f"{shlex.join([*main, 'launch', '--slots', each[1], '--', *words])},{each[2]}"
+    if launcher == "launch" or launched:
         return shlex.join([*main, "launch", *(hosts or ["-np", size]), "--", *words])
     if launcher == "torchrun" and not hosts:
         return shlex.join(["torchrun", "--nproc-per-node", size, *main[1:], *words])

@@ -156,6 +156,10 @@ class Plan:
     """Whether to wait for hosts already at the first start."""
     is_here: bool = False
     """Whether all ranks are on this host."""
+    where: str = ""
+    """Added to what is said of each start, for `explain`."""
+    keeps_log: bool = True
+    """False for one of several launches that start ranks of one run: only the first of them has its log."""
 
 
 def _plan_of_this_host(arguments: argparse.Namespace) -> Plan:
@@ -202,7 +206,8 @@ def _plan_of_member(arguments: argparse.Namespace, meeting: Meeting, program: Pr
         return start_here(together, meeting.rank * slots, slots, words)
 
     how = f"{meeting.launcher} has started {meeting.size} of it; {slots} of {ranks} ranks are here"
-    return Plan(ranks, how, begin)
+    where = f", {slots} on each of {meeting.size} hosts of {meeting.launcher}"
+    return Plan(ranks, how, begin, where=where, keeps_log=meeting.rank == 0)
 
 
 def _plan_of_hosts(arguments: argparse.Namespace, program: Program) -> Plan:
@@ -314,7 +319,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         run_dir = self.program.run_dir
-        self._log = None if run_dir is None else _Log(launch_log(run_dir))
+        self._log = _Log(launch_log(run_dir)) if run_dir is not None and self.plan.keeps_log else None
 
     def run(self) -> int:
         for number in STOP_SIGNALS:
@@ -331,7 +336,8 @@ class Supervisor:
         at_first, has_run, in_use_since = newest, False, math.inf
         while True:
             origin = "" if newest is None else f"; newest checkpoint: step {newest}"
-            self._say(f"start {restarts + 1} of at most {self.max_restarts + 1}: {self.ranks} rank(s){origin}")
+            ranks = f"{self.ranks} rank(s){self.plan.where}"
+            self._say(f"start {restarts + 1} of at most {self.max_restarts + 1}: {ranks}{origin}")
             has_saved = at_first is None and newest is not None
             command = self.program.later if has_saved else self.program.first
             verdict, seconds, lost = self._start(command, is_first=not has_run)

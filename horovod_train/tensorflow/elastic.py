@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate func(state, ...) so that it is called again, from the last commit, when ranks have been lost or join.
 
-    Before each call the state of a rank that has trained is given to all ranks; before the first, root's. After a change the callbacks of state.register_reset_callbacks
-    run before that; they must make the same exchanges as a script makes before its first call of func, because a rank
-    that joins makes those.
+    Before each call the state of a rank that has trained is given to all ranks; before the first, root's. After a
+    change the callbacks of state.register_reset_callbacks run before that; they must make the same exchanges as a
+    script makes before its first call of func, because a rank that joins makes those.
 
     Returns what func returns. Any other error of func ends this rank alone, and the others train on without it.
     """

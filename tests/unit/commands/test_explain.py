@@ -336,6 +336,17 @@ def write_launch_log(run: Run, *lines: str, age_s: float = 0.0) -> None:
             file.write(f"{said} launch: {line}\n")
 
 
+def test_a_run_of_which_each_pod_starts_its_ranks_is_started_as_they_did_it(tmp_path: Path) -> None:
+    """Pods have no ssh: `launch -H` would reach none of them."""
+    run = Run(tmp_path, 2, "launch")
+    time.sleep(0.005)
+    write_launch_log(run, "start 1 of at most 101: 2 rank(s), 1 on each of 2 hosts of indexed-job")
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    write_launch_log(run, "stopped: rank 0 ended with exit code 1, after 3 s")
+    command = f"launch --slots 1 -- --config {tmp_path}/config.yaml --output-dir {tmp_path}"
+    assert explain(tmp_path).next.endswith(f"{command}, on each of 2 hosts of indexed-job")
+
+
 @pytest.mark.parametrize("launcher", ["launch", "mpirun"])
 def test_a_launch_that_was_refused_says_nothing_of_the_run_that_has_the_directory(
     tmp_path: Path, launcher: str

@@ -809,3 +809,20 @@ def test_a_host_that_starts_launch_has_a_rank_for_the_gpus_that_a_rank_takes(
     )
     meeting = cast(Meeting, Namespace(launcher="an Indexed Job", size=2, rank=0))
     assert _plan_of_member(arguments, meeting, _program(arguments)).ranks == 2 * ranks
+
+
+def test_of_several_launches_of_one_run_the_first_keeps_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "meeting_of_hosts", lambda meeting, ranks: meeting)
+    arguments = Namespace(hosts=None, host_discovery=None, over="auto", slots=2, np=None, min_np=None)
+    program = Program(["x"], ["x"], tmp_path)
+    (tmp_path / "logs").mkdir()
+    for rank, lines in ((1, 0), (0, 2)):
+        meeting = cast(Meeting, Namespace(launcher="indexed-job", size=2, rank=rank))
+        plan = _plan_of_member(arguments, meeting, program)
+        assert supervise([OneStart(0, 0)], plan, program) == 0
+        log = tmp_path / "logs" / "launch.log"
+        kept = log.read_text().splitlines() if log.exists() else []
+        assert len(kept) == lines
+    assert kept[0].endswith("start 1 of at most 101: 2 rank(s), 2 on each of 2 hosts of indexed-job")
