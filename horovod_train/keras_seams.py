@@ -37,6 +37,10 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
+ADDED_LOSSES = "_losses"
+"""The attribute of a layer in which it keeps what it has added to the loss of the last batch."""
+
+
 def losses_weighed(model: keras.Model, rows: Any) -> AbstractContextManager[None]:
     """Inside the block: the losses that `compute_loss` keeps by output count by rows where no static shape tells them.
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.consistency import digest
 from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside, parts_in
+from horovod_train.keras_seams import ADDED_LOSSES
 
 _TABLES: tuple[type[Any], ...] = (
     tf.lookup.StaticHashTable,
@@ -165,6 +166,8 @@ def options_of_weightless_layers(model: keras.Model) -> dict[str, str]:
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
     for name, value in vars(layer).items():
+        if name == ADDED_LOSSES:  # of rows of its own
+            continue
         arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
         # Tensors of graphs have no values.
         arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]

@@ -146,6 +146,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         guards.awaits_broadcast = is_missing  # the first batches are one compiled call, of ten exchanges or more
         if not is_missing:
             self._broadcast()
+        else:
+            self._broadcast_what_there_is()
+
+    def _broadcast_what_there_is(self) -> None:
+        """Collective: let the first batches be computed with root's weights, as far as all ranks have the same.
+
+        A layer that is not built may have no weights at all, as a lookup, or those of a branch that is not taken yet.
+        """
+        weights = self.model.weights
+        if len(set(objects.gather(len(weights), "fit.weights"))) > 1 or not weights:
+            return
+        with tf.device(self._device):
+            broadcast_variables([weight for weight in weights if not self._is_local(weight)], self.root_rank)
+        self._derive_anew()
 
     def _broadcast(self) -> None:
         self._has_broadcast = True

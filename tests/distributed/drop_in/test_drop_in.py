@@ -215,6 +215,13 @@ def test_a_model_without_variables_may_take_sixteen_steps_before_it_is_broadcast
     assert len({facts["unbuilt_weights"] for facts in ranks}) == 1
 
 
+def test_the_first_batch_has_the_weights_of_root_where_a_layer_is_not_built(ranks: list[dict[str, Any]]) -> None:
+    """And what a layer has added to the loss of a rank's own rows, before `fit`, is not compared."""
+    for facts in ranks:
+        assert facts["with_a_branch"] == "accepted"
+        assert set(facts["seen_by_the_first_batch"]) == {1.0}
+
+
 def test_the_state_of_every_optimizer_of_a_model_is_broadcast(ranks: list[dict[str, Any]]) -> None:
     assert [facts["slots_of_two"] for facts in ranks] == [[1.0, 1.0]] * len(ranks)
 

@@ -296,6 +296,28 @@ facts["unbuilt_16_a_call"] = error_of(lambda: fit(unbuilt, distributed(), in_fit
 facts["unbuilt_weights"] = weights(unbuilt).tobytes().hex()
 
 
+class WithBranch(keras.Model):
+    """Has a layer that is never called, and thus never built; adds to the loss what depends on its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.branch = keras.layers.Dense(1, activity_regularizer="l2"), keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+
+class Sees(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        facts.setdefault("seen_by_the_first_batch", weights(self.model).tolist())
+
+
+branched = WithBranch()
+branched(batch(0)[0] + rank)
+branched.set_weights([np.full_like(weight, rank + 1) for weight in branched.get_weights()])
+facts["with_a_branch"] = error_of(lambda: fit(branched, distributed(), [*in_fit, Sees()]))
+
+
 class Fails(keras.callbacks.Callback):
     """Ends a `fit` before its first batch."""
 

@@ -36,6 +36,14 @@ def test_the_axis_of_classes_is_that_of_the_loss() -> None:
     assert keras_seams.class_axis("mse") == -1
 
 
+def test_what_a_layer_has_added_to_the_loss_is_where_it_is_left_out() -> None:
+    """_losses."""
+    layer = layers.Dense(1, activity_regularizer="l2")
+    layer(X)
+    (added,) = vars(layer)[keras_seams.ADDED_LOSSES]
+    assert any(added is loss for loss in layer.losses)
+
+
 def test_weights_of_an_optimizer_are_those_it_was_built_for() -> None:
     """_trainable_variables."""
     weights = compiled().trainable_variables[::-1]
