@@ -12,12 +12,14 @@ import random
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_train.config.loader import as_dict, dump, load
+from horovod_train.config.registry import edited_modules
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import SAVED, AlreadySaid, RunError, UserError
@@ -67,12 +69,21 @@ def train(
     loaded, _ = load([source if isinstance(source, Mapping) else os.fspath(source)], overrides)
     if not loaded.output_dir:
         raise UserError("output_dir: is required: the folder that the run writes to.")
-    if np is not None:
-        _train_on_ranks(loaded, np)
-    elif not _train_here(loaded, loaded.output_dir):
-        return Trained({}, None)
-    with environment_kept():
-        return _result(loaded, loaded.output_dir, by_other_processes=np is not None)
+    for name in edited_modules(as_dict(loaded)):
+        ranks = "" if np is None else ", and not as its ranks import it"
+        warnings.warn(
+            f"train: {name} has been edited since this process imported it, and is used as it was then{ranks}. "
+            f"Call importlib.reload({name}) first.",
+            stacklevel=2,
+        )
+    with environment_kept():  # another run would take what is set for Horovod for the user's own
+        if np is not None:
+            _train_on_ranks(loaded, np)
+        elif not _train_here(loaded, loaded.output_dir):
+            return Trained({}, None)
+        result = _result(loaded, loaded.output_dir, by_other_processes=np is not None)
+    edited_modules(as_dict(loaded))  # what has been imported meanwhile counts as it is now
+    return result
 
 
 def _train_here(config: Config, output_dir: str) -> bool:
@@ -87,8 +98,7 @@ def _train_here(config: Config, output_dir: str) -> bool:
     logs.load_tensorflow()
     from horovod_train.training import run
 
-    # Another run would take what is set for Horovod for the user's own.
-    with environment_kept(), _settings_kept():
+    with _settings_kept():
         try:
             run.run(config)
         except RuntimeError as error:

@@ -114,6 +114,25 @@ def loaded_files(config: Any) -> dict[str, Path]:
     return {name: Path(file) for name, file in files.items() if file and Path(file).is_file()}
 
 
+_seen: dict[str, tuple[Any, bytes]] = {}
+"""By a user's module its import, which `importlib.reload` replaces, and its file when `edited_modules` saw that first."""
+
+
+def edited_modules(config: Any) -> list[str]:
+    """Return the modules in a config that this process has imported, and whose files have changed since a call before.
+
+    A notebook keeps what it has imported, while other processes import what is there now.
+    """
+    edited = []
+    for name, path in loaded_files(config).items():
+        imported, content = sys.modules[name].__spec__, path.read_bytes()
+        if name not in _seen or _seen[name][0] is not imported:
+            _seen[name] = imported, content
+        elif _seen[name][1] != content:
+            edited.append(name)
+    return edited
+
+
 def is_users(name: str) -> bool:
     """Return whether a name in a config is that of a user's `package.module:function`."""
     return bool(_USERS_FUNCTION.fullmatch(name))

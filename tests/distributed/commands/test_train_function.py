@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,35 @@ def test_what_is_wrong_is_raised_before_anything_starts(
     with pytest.raises(UserError, match=said):
         horovod_train.train(config, np=np_)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("np_", "more"), [(None, ""), (2, ", and not as its ranks import it")])
+def test_a_module_that_was_edited_after_its_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, np_: int | None, more: str
+) -> None:
+    """A notebook keeps the functions that it has, and other processes import what the file holds now."""
+    file, name = tmp_path / f"edited{np_}.py", f"edited{np_}"
+    file.write_text("def build(): return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(name)
+    data = {"train": "nowhere", "global_batch_size": 8}
+    config = {"model": f"{name}:build", "output_dir": str(tmp_path / "run"), "data": data, "train": {"epochs": 1}}
+
+    def train() -> None:
+        with pytest.raises(UserError, match="nowhere does not exist"):
+            horovod_train.train(config, np=np_)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train()
+        train()
+    file.write_text("def build(): return 12\n")
+    with pytest.warns(UserWarning, match=f"{name} has been edited since .* as it was then{more}. Call importlib.rel"):
+        train()
+    importlib.reload(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train()
 
 
 HAS_COMPUTED = """

@@ -53,7 +53,7 @@ written = [file.read_bytes() for file in files]
 train(config, "train.epochs=2", "train.l2=0.1")
 kept = [file.name for file, content in zip(files, written, strict=True) if file.read_bytes() == content]
 changed = {*before.items()} ^ {*os.environ.items()}
-variables = sorted(name for name, _ in changed if name.startswith("HOROVOD"))
+variables = sorted({name for name, _ in changed})
 train(config, "train.epochs=2", np=1)
 hvd.init()
 evaluated = main(["evaluate", f"{out}/run"])
