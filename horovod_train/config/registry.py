@@ -115,7 +115,7 @@ def loaded_files(config: Any) -> dict[str, Path]:
 
 
 _seen: dict[str, tuple[Any, bytes]] = {}
-"""By a user's module its import, which `importlib.reload` replaces, and its file when `edited_modules` saw that first."""
+"""By a user's module its import, which `importlib.reload` replaces, and its file when `edited_modules` first saw it."""
 
 
 def edited_modules(config: Any) -> list[str]:
