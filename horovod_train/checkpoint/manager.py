@@ -159,7 +159,7 @@ class CheckpointStore(Store):
         self._began = 0.0
         self.write_times: LongestTimes = LongestTimes()
         self._last_whole: Path | None = None
-        self._has_warned_of_link = self._has_warned_of_newest = False
+        self._warned_of: set[str] = set()
         self._failure: str | None = None
         self._said = ""
         self._unexpected_error: Exception | None = None
@@ -279,9 +279,7 @@ class CheckpointStore(Store):
         try:
             self.checkpoints.tell_newest()
         except OSError as error:
-            if not self._has_warned_of_newest:
-                log.warning(f"{SAVED} cannot tell the newest checkpoint: {reason(error)}.")
-            self._has_warned_of_newest = True
+            self._warn_once(SAVED, f"cannot tell the newest checkpoint: {reason(error)}.")
 
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""
@@ -307,18 +305,23 @@ class CheckpointStore(Store):
             kept_steps = {facts.step, best, *self.checkpoints.former_bests().values(), *steps[: self.keep]}
             self.checkpoints.remove(step for step in steps if step not in kept_steps)
         except OSError as error:
-            log.warning(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
+            self._warn_once(
+                "checkpoint.keep", f"older checkpoints remain, and the new ones are whole: {reason(error)}."
+            )
 
     def _mark_best(self, step: int) -> int:
         try:
             return self.checkpoints.mark_best(step)
         except OSError as error:
-            if not self._has_warned_of_link:
-                log.warning(
-                    f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}."
-                )
-            self._has_warned_of_link = True  # warn once: some file systems have no links
+            place = str(self.checkpoints.folder / BEST)  # some file systems have no links
+            self._warn_once(place, f"cannot be made to point at step {step}: {reason(error)}.")
             return step
+
+    def _warn_once(self, subject: str, what: str) -> None:
+        """Say what is wrong after this save, and not again after each of the others."""
+        if subject not in self._warned_of:
+            log.warning(f"{subject}: {what}")
+        self._warned_of.add(subject)
 
     def _set_aside_damaged(self, step: int, damage: Damaged) -> None:
         path = self.checkpoints.path_of(step)

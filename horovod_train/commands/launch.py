@@ -410,14 +410,14 @@ class Supervisor:
     def _by_summary(self, verdict: Verdict, ended: Ended) -> Verdict:
         """Return the verdict on ranks of the trainer with what root has left: a library may end a process with 0.
 
-        Where all ranks are on this host: another may see later what root has written.
+        Another host than root's may see later what root has written.
         """
-        if not (self.program.is_trainer and self.plan.is_here and self.program.run_dir and 0 in ended.codes.values()):
+        if not (self.program.is_trainer and self.program.run_dir and 0 in ended.codes.values()):
             return verdict
         is_finished = bool(read_json(self.program.run_dir / "summary.json").get("finished"))
         if verdict.follows == "again" and is_finished:  # a rank was lost, or killed, when it had no more to do
             return Verdict("done", 0, f"done, though {verdict.why}")
-        if verdict.follows == "done" and not is_finished and not self._asked_by:
+        if verdict.follows == "done" and not is_finished and not self._asked_by and self.plan.is_here:
             return Verdict("again", 1, "the ranks ended with exit code 0 before the run was finished, as by exit(0)")
         return verdict
 

@@ -269,7 +269,11 @@ class RunOutput(Output):
             log.info(f"{clock}  {split:<5} step {step}  epoch {epoch}  {'  '.join(filter(None, texts))}")
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        self._parameters.append({"step": step, "parameters": moves})
+        rounded = {
+            path: {figure: [float(f"{value:.4g}") for value in by_rank] for figure, by_rank in each.items()}
+            for path, each in moves.items()
+        }
+        self._parameters.append({"step": step, "parameters": rounded})
         means = {path: math.sqrt(statistics.fmean(x * x for x in each["apart"])) for path, each in moves.items()}
         self.tensorboard.add_scalars("train", step, {f"apart/{path}": mean for path, mean in means.items()})
 

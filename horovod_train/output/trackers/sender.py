@@ -235,6 +235,8 @@ class Sender:
                 return
             begun.set_result(None)
         for row in itertools.chain(self._read(rows), self._take_rows()):
+            if row.step <= self._logged_before.get(row.split, -1):
+                continue  # an earlier start logged it, from which the run may have gone back
             if not self._repeat_until_success(f"log step {row.step}", partial(self._send, row)):
                 return
         assert self._end is not None
@@ -278,8 +280,6 @@ class Sender:
                     self._lost -= 1  # sent while it was dropped
 
     def _send(self, row: Row) -> None:
-        if row.step <= self._logged_before.get(row.split, -1):
-            return  # an earlier start logged it, from which the run has gone back
         try:
             self._tracker.log(row)
         except (ValueError, TypeError) as error:

@@ -694,6 +694,17 @@ def test_a_run_ends_after_so_many_failed_saves_in_a_row(run: Run) -> None:
     assert run.said.count(run.said[-1]) == 1
 
 
+def test_an_old_checkpoint_with_a_file_of_the_users_stays_and_that_is_said_once(run: Run) -> None:
+    run.store = CheckpointStore(run.folder, 1, lambda: True)
+    run.save(1)
+    run.store.wait()
+    (run.place(1) / "notes.txt").write_text("mine")
+    run.save(2, 3, 4)
+    run.store.wait()
+    assert (run.place(1) / "notes.txt").read_text() == "mine"
+    assert len([line for line in run.said if "older checkpoints remain" in line]) == 1
+
+
 def test_a_run_trains_on_after_any_number_of_failed_saves_if_it_is_asked_to(run: Run) -> None:
     run.folder.write_text("in the way")
     run.save(*range(1, 10))

@@ -450,6 +450,7 @@ def test_what_it_said_is_kept_as_soon_as_the_run_has_a_folder(tmp_path: Path) ->
         ([(0, 0)], True, True, 0),
         ([(0, 0), (1, 1)], False, True, 1),  # a library has ended both
         ([(0, 137)], True, True, 0),  # killed when it had no more to do
+        ([(0, 137)], True, False, 0),
         ([(0, 137), (2, 2)], False, True, 2),
         ([(0, 0)], False, False, 0),  # what root has written may be seen here later
     ],
