@@ -108,29 +108,35 @@ def users_modules(config: Any) -> set[str]:
     return {match[1]} if match else set()
 
 
-def loaded_files(config: Any) -> dict[str, Path]:
+_seen: dict[str, tuple[Any, bytes]] = {}
+"""By a user's module its import, which `importlib.reload` replaces, and what `loaded_code` has read then."""
+
+
+def _loaded_files(config: Any) -> dict[str, Path]:
     """Map each imported module, of every `package.module:function` in a config, to its source file."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(users_modules(config))}
     return {name: Path(file) for name, file in files.items() if file and Path(file).is_file()}
 
 
-_seen: dict[str, tuple[Any, bytes]] = {}
-"""By a user's module its import, which `importlib.reload` replaces, and its file when `edited_modules` first saw it."""
+def loaded_code(config: Any) -> dict[str, bytes]:
+    """Map each imported module, of every `package.module:function` in a config, to the code that it was imported from.
+
+    That is what its file held when this was first called after its import.
+    """
+    for name, path in _loaded_files(config).items():
+        imported = sys.modules[name].__spec__
+        if name not in _seen or _seen[name][0] is not imported:
+            _seen[name] = imported, path.read_bytes()
+    return {name: _seen[name][1] for name in _loaded_files(config)}
 
 
 def edited_modules(config: Any) -> list[str]:
-    """Return the modules in a config that this process has imported, and whose files have changed since a call before.
+    """Return the imported modules in a config whose files hold another code now.
 
     A notebook keeps what it has imported, while other processes import what is there now.
     """
-    edited = []
-    for name, path in loaded_files(config).items():
-        imported, content = sys.modules[name].__spec__, path.read_bytes()
-        if name not in _seen or _seen[name][0] is not imported:
-            _seen[name] = imported, content
-        elif _seen[name][1] != content:
-            edited.append(name)
-    return edited
+    code = loaded_code(config)
+    return [name for name, path in _loaded_files(config).items() if path.read_bytes() != code[name]]
 
 
 def is_users(name: str) -> bool:

@@ -19,7 +19,7 @@ from horovod_train.checkpoint.layout import CHECKPOINTS, Checkpoint, Facts, step
 from horovod_train.checkpoint.tensors import load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.paths import is_remote
-from horovod_train.config.registry import fold, is_users, loaded_files
+from horovod_train.config.registry import fold, is_users, loaded_code
 from horovod_train.config.settings import Config
 from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
@@ -268,8 +268,7 @@ def take_initial_weights(run: Run) -> None:
 
 def users_code(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return digests of the user's own modules that a config names, by name; call after importing them."""
-    files = loaded_files(settings)
-    return {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
+    return {f"code of {name}": consistency.digest(code) for name, code in loaded_code(settings).items()}
 
 
 def contents_of_preprocess(name: str | None) -> dict[str, str]:
