@@ -237,6 +237,7 @@ def build_training(
     """
     model, where = compiled.model, _where(config, "train")
     refusals.check_norms_are_trained(config, model)
+    refusals.check_xla_gets_no_text(config, train)
     optimizers = Optimizers(optimizers_in(model))
     rows = _rows(config, group, compiled, train, training=True)
     if not compiled.own:

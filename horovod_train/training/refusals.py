@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
 import keras
+import tensorflow as tf
 
 from horovod_train.config.rules import refuse_given
 from horovod_train.config.settings import Config, Watched
@@ -56,6 +57,15 @@ def check_norms_are_trained(config: Config, model: keras.Model) -> None:
         raise UserError(
             "train.sync_batch_norm: has no effect, because all BatchNormalization layers are frozen, and normalise by "
             "their moving statistics. Leave it out."
+        )
+
+
+def check_xla_gets_no_text(config: Config, source: BatchSource) -> None:
+    given = [*tf.nest.flatten(source.scaled_spec.inputs), *tf.nest.flatten(source.scaled_spec.targets)]
+    if config.jit_compile and any(spec.dtype == tf.string for spec in given):
+        raise UserError(
+            "jit_compile: XLA computes with numbers only, and the model is given text. Leave it out, or have "
+            "data.preprocess look words up."
         )
 
 

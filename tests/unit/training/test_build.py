@@ -30,6 +30,7 @@ from horovod_train.distributed.start import horovod_alone
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training import build as training_build
+from horovod_train.training import refusals
 from horovod_train.training.build import build_evaluation, build_training
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.nonfinite import nonfinite_names
@@ -1334,6 +1335,17 @@ class Applying(Own):
 
     def train_step(self, data: Any) -> Any:
         return {"loss": self.loss_of(data)}
+
+
+@pytest.mark.parametrize("place", ["inputs", "targets"])
+def test_a_model_that_is_given_text_is_not_compiled_by_xla(batches: Pipeline, place: str) -> None:
+    text = {"text": tf.TensorSpec([None], tf.string)}
+    source = cast(Any, SimpleNamespace(scaled_spec=batches.scaled_spec._replace(**{place: text})))
+    config = build(Config, {"model": "users:model", "jit_compile": True}, "")
+    with pytest.raises(UserError, match="jit_compile: XLA computes with numbers only, and the model is given text"):
+        refusals.check_xla_gets_no_text(config, source)
+    refusals.check_xla_gets_no_text(replace(config, jit_compile=False), source)
+    refusals.check_xla_gets_no_text(config, cast(Any, batches))
 
 
 OF_ONE_OPTIMIZER: dict[str, dict[str, Any]] = {
