@@ -174,12 +174,12 @@ class Storage:
 
     def is_folder(self, path: str) -> bool:
         if is_remote(path):
-            return bool(self._request(path, lambda system, place: system.isdir(place)))
+            return bool(self._request(path, _kind) == "directory")
         return stat.S_ISDIR(_mode(path))
 
     def exists(self, path: str) -> bool:
         if is_remote(path):
-            return bool(self._request(path, lambda system, place: system.exists(place)))
+            return bool(self._request(path, _kind))
         return bool(_mode(path))
 
     def names(self, folder: str) -> list[str]:
@@ -282,6 +282,28 @@ class Storage:
                 type(system).clear_instance_cache()
                 log.info(f"{url}: access is refused; reading the credentials anew", extra=ANY_RANK)
             return open_file_system(url)[0] is not system
+
+
+def _kind(system: Any, place: str) -> str:
+    """Return what is at a path of a remote file system: "file" or "directory"; "" if nothing is.
+
+    A driver's isdir and exists return False also where the server does not answer.
+    """
+    try:
+        return str(system.info(place)["type"])
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        # S3 gives no reason for a refused look at an object, and may let a user list the folder alone.
+        if not isinstance(error, PermissionError) and error.errno != errno.EINVAL:
+            raise
+        try:
+            entries = system.ls(place, detail=True)
+        except FileNotFoundError:
+            entries = []
+        if all(entry["name"] == place for entry in entries):
+            raise
+        return "directory"
 
 
 def _mode(path: str) -> int:

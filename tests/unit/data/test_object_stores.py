@@ -181,6 +181,50 @@ def test_requests_that_fail_are_repeated(
     assert same(batches(pipeline(data(store, tmp_path))), expected)
 
 
+def failing_looks(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Errors that the next looks at paths of the store raise, the last one first."""
+    kind, errors = type(fsspec.filesystem("memory")), list[Exception]()
+    info = kind.info
+
+    def fail(self: Any, path: str, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return info(self, path, **options)
+
+    monkeypatch.setattr(kind, "info", fail)
+    return errors
+
+
+def test_a_look_that_fails_is_repeated(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's own answer, that there is no folder, would make it a file of records."""
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+    errors = failing_looks(monkeypatch)
+    for look, url, expected in (
+        (Storage.is_folder, store.train, True),
+        (Storage.is_folder, f"{store.train}/0.tfrecord", False),
+        (Storage.exists, store.train, True),
+        (Storage.exists, f"{store.train}/0.tfrecord", True),
+        (Storage.exists, f"{store.train}/9.tfrecord", False),
+    ):
+        errors += [OSError("502"), TimeoutError()]
+        assert look(Storage(30), url) is expected
+        errors.append(OSError("502"))
+        with pytest.raises(OSError, match="502; tried for 0 s"):
+            look(Storage(0), url)
+
+
+def test_a_user_may_have_the_right_to_list_a_folder_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As S3 allows: a policy for a prefix."""
+    errors, kept = failing_looks(monkeypatch), Storage()
+    for refused in (PermissionError("Forbidden"), OSError(errno.EINVAL, "Bad Request")):
+        errors += [refused] * 4
+        assert kept.is_folder(store.train)
+        for name in ("0.tfrecord", "9.tfrecord"):
+            with pytest.raises(OSError, match=r"Forbidden|Bad Request"):
+                kept.is_folder(f"{store.train}/{name}")
+        assert kept.exists(store.train)
+
+
 def test_a_request_that_fails_for_good_ends_the_reading_in_one_line(
     store: Store, tmp_path: Path, asked: list[Callable[[str], None]]
 ) -> None:
