@@ -34,7 +34,17 @@ from weakref import WeakSet
 from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
-from horovod_train.errors import ReadFailed, RunError, UserError, one_line, passes_by_name, reading, unreadable
+from horovod_train.errors import (
+    ReadFailed,
+    RunError,
+    UserError,
+    answer_may_change,
+    answer_of,
+    one_line,
+    passes_by_name,
+    reading,
+    unreadable,
+)
 from horovod_train.output.logs import ANY_RANK
 
 _REMOTE_FILES = 32  # requested at the same time
@@ -65,7 +75,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _QUIET_S = 3.0
 """Shorter failures are not logged: servers fail now and then."""
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-_PERMANENT_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
+_OTHER_REGION = getattr(errno, "EREMCHG", errno.EINVAL)
+"""What s3fs raises for a bucket that is elsewhere; macOS has no such number."""
+_PERMANENT_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, _OTHER_REGION}
 log = logging.getLogger(__name__)
 
 
@@ -259,12 +271,12 @@ class Storage:
         def once() -> Any:
             system, place = open_file_system(url)
             try:
-                answer = request(system, place)
+                answer = _ask(request, system, place)
             except PermissionError:
                 if not self._has_new_credentials(url, system):
                     raise
                 system, place = open_file_system(url)
-                answer = request(system, place)
+                answer = _ask(request, system, place)
             self._served[type(system)] = system
             return answer
 
@@ -282,6 +294,16 @@ class Storage:
                 type(system).clear_instance_cache()
                 log.info(f"{url}: access is refused; reading the credentials anew", extra=ANY_RANK)
             return open_file_system(url)[0] is not system
+
+
+def _ask(request: Callable[[Any, str], T], system: Any, place: str) -> T:
+    """Make a request. Raises PermissionError where access is refused, whatever the driver raises for that."""
+    try:
+        return request(system, place)
+    except Exception as error:
+        if isinstance(error, PermissionError) or not _is_refused(error):
+            raise
+        raise PermissionError(errno.EACCES, describe(error)) from error
 
 
 def _kind(system: Any, place: str) -> str:
@@ -477,8 +499,40 @@ class Retries:
             log.warning(f"{url}: can be read again, {seconds:.0f} s after that was logged.", extra=ANY_RANK)
 
 
+def _is_refused(error: BaseException) -> bool:
+    """Return whether a request failed because the user has no access, or none any more."""
+    if _is_token_late(error):
+        return False
+    answers = {answer_of(error), answer_of(error.__cause__)}  # s3fs's own errors have none
+    return isinstance(error, PermissionError) or not answers.isdisjoint((401, 403)) or _is_refused_as_told(error)
+
+
+def _is_refused_as_told(error: BaseException) -> bool:
+    """Do as _is_refused for what drivers tell by a text alone."""
+    if not isinstance(error, OSError):
+        return False
+    # S3 answers 400 to credentials that have expired, and to HEAD, of which s3fs's info consists, no more than that.
+    is_unexplained = error.errno == errno.EINVAL and error.strerror == "Bad Request"
+    return is_unexplained or str(error).startswith("Forbidden: ")  # gcsfs
+
+
+def _is_token_late(error: BaseException) -> bool:
+    """Return whether a token could not be renewed now, for which gcsfs raises what it raises for an answer of 401."""
+    refresh = error.__cause__
+    if refresh is None or type(refresh).__name__ != "RefreshError":
+        return False
+    cause = refresh.__cause__
+    return bool(getattr(refresh, "retryable", False)) or (cause is not None and passes_by_name(cause))
+
+
 def may_pass(error: BaseException) -> bool:
     """Return whether a request that failed so may succeed later."""
+    if _is_token_late(error):
+        return True
+    if _is_refused(error):
+        return False
+    if (answer := answer_of(error)) is not None:
+        return answer_may_change(answer)
     if isinstance(error, OSError):
         return not isinstance(error, _PERMANENT) and error.errno not in _PERMANENT_NUMBERS
     return passes_by_name(error)

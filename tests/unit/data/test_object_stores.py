@@ -324,6 +324,7 @@ Refused: type[Exception] = type("EndpointConnectionError", (type("ConnectionErro
         (FileNotFoundError(), False),
         (PermissionError("403"), False),
         (OSError(errno.EINVAL, "InvalidBucketName"), False),
+        (OSError(errno.EREMCHG, "The bucket must be addressed using the specified endpoint"), False),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), False),
         (ValueError("a mistake of ours"), False),
     ],
