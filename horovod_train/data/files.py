@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.config.paths import is_remote, link_to_nothing
-from horovod_train.data.globs import matching
+from horovod_train.data.globs import files_and_folders
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError, said_by_system, unreadable
 from horovod_train.host import cache_folder
@@ -224,9 +224,8 @@ def _list_glob(pattern: str, setting: str, storage: Storage) -> tuple[list[str],
     """
     if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern], []
-    found = [name for name in matching(pattern, storage) if not is_no_record(os.path.basename(name), _OURS)]
-    folders = [] if is_remote(pattern) else list(filter(os.path.isdir, found))
-    names = [name for name in found if name not in folders]
+    found, folders = files_and_folders(pattern, storage)
+    names = [name for name in found if not is_no_record(os.path.basename(name), _OURS)]
     if folders and not names:
         raise UserError(f"{setting}: {pattern} fits folders only; name their files: {pattern.rstrip('/')}/*")
     if names:

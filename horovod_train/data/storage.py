@@ -179,20 +179,22 @@ class Storage:
         if not is_remote(path):
             return Stamp.of(os.stat(path))
         info = self._request(path, lambda system, place: system.info(place))
+        if info["type"] == "directory":  # it has a size of 0, as an empty file
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if version := info.get(_PINNED_BY.get(path.partition("://")[0], "")):
             self._versions[path] = str(version)
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
         return Stamp(int(info["size"]), int.from_bytes(hashlib.sha256(version.encode()).digest()[:8], "little") >> 1)
 
     def is_folder(self, path: str) -> bool:
-        if is_remote(path):
-            return bool(self._request(path, _kind) == "directory")
-        return stat.S_ISDIR(_mode(path))
+        return self.kind(path) == "directory" if is_remote(path) else stat.S_ISDIR(_mode(path))
 
     def exists(self, path: str) -> bool:
-        if is_remote(path):
-            return bool(self._request(path, _kind))
-        return bool(_mode(path))
+        return bool(self.kind(path) if is_remote(path) else _mode(path))
+
+    def kind(self, url: str) -> str:
+        """Return "file", "directory", or "" if nothing is there, for a remote path."""
+        return str(self._request(url, _kind))
 
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
@@ -307,7 +309,7 @@ def _ask(request: Callable[[Any, str], T], system: Any, place: str) -> T:
 
 
 def _kind(system: Any, place: str) -> str:
-    """Return what is at a path of a remote file system: "file" or "directory"; "" if nothing is.
+    """Do as Storage.kind, once.
 
     A driver's isdir and exists return False also where the server does not answer.
     """
