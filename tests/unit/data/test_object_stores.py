@@ -101,8 +101,8 @@ def test_globs_files_and_lists_name_what_they_name_on_disk(store: Store, tmp_pat
         assert all(part.path.startswith("memory://bucket") for part in found)
 
 
-def load_data(tmp_path: Path, train: list[str]) -> Any:
-    words = ["data.global_batch_size=8", "train.epochs=1", f"data.index_dir={tmp_path / 'indexes'}"]
+def load_data(tmp_path: Path, train: list[str], *more: str) -> Any:
+    words = ["data.global_batch_size=8", "train.epochs=1", f"data.index_dir={tmp_path / 'indexes'}", *more]
     return load([], [f"data.train=[{', '.join(train)}]", *words])[0].data
 
 
@@ -129,6 +129,23 @@ def test_the_index_is_kept_and_files_that_change_are_scanned_again(
     (where,) = paths_beside(store.train, INDEX_NAME, str(tmp_path / "indexes"))
     assert set(load_entries(where)) == {"0.tfrecord", "1.tfrecord", "2.tfrecord"}
     assert not store.files.exists(f"{store.train}/index.npz")
+
+
+def test_files_are_indexed_though_their_folder_is_not_listed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list only tells which entries of the index are of files that are gone."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(type(store.files), "ls", refuse)
+    features = "data.features={label: {type: int64}}", "data.inputs=label"
+    for number, records in enumerate((300, 7, 23)):
+        named = load_data(tmp_path, [f"{store.train}/{number}.tfrecord"], *features)
+        assert open_records(named, "train").num_records == records
+    (where,) = paths_beside(store.train, INDEX_NAME, str(tmp_path / "indexes"))
+    assert set(load_entries(where)) == {"0.tfrecord", "1.tfrecord", "2.tfrecord"}
 
 
 def test_staged_blocks_are_not_read_again(store: Store, tmp_path: Path, asked: list[Callable[[str], None]]) -> None:
