@@ -108,6 +108,23 @@ def test_held_out_arrays_of_another_shape_are_refused(tmp_path: Path) -> None:
             tmp_path / "out")  # fmt: skip
 
 
+def test_held_out_lines_are_typed_as_those_for_training(tmp_path: Path) -> None:
+    """Of one file all cells of a column may be whole numbers, or read as numbers."""
+    (tmp_path / "mixed.csv").write_text("zip,x,y\nA12,1.5,2\n01234,2.5,3\n")
+    (tmp_path / "plain.csv").write_text("zip,x,y\n01234,1,0.5\n777,2,1\n")
+    mixed, plain = tmp_path / "mixed.csv", tmp_path / "plain.csv"
+    run("csv", "--file", mixed, "--eval-file", plain, "--targets", "y", "--out", tmp_path / "out")
+    (batch, *_) = batches(pipeline(config(tmp_path / "out/eval"), training=False))
+    columns = (*batch.inputs.values(), batch.targets)
+    assert {*zip(*(column.tolist() for column in columns), strict=True)} == {(b"01234", 1, 0.5), (b"777", 2, 1)}
+    words = ["csv", "--file", plain, "--eval-file", mixed, "--targets", "y"]
+    run(*words, "--inputs", "x", "--out", tmp_path / "numbers")
+    assert sorted((*x, y) for x, y in values(tmp_path / "numbers").values()) == [(1, 0.5), (2, 1)]
+    assert sorted((*x, y) for x, y in values(tmp_path / "numbers", "eval").values()) == [(1.5, 2), (2.5, 3)]
+    with pytest.raises(UserError, match=r"mixed\.csv: zip: expected int64\[\], as for training; received text\[\]\."):
+        run(*words, "--separate", "--targets", "zip", "--inputs", "x", "--out", tmp_path / "no")
+
+
 def test_held_out_idx_files_stay_apart(tmp_path: Path) -> None:
     train = [idx(tmp_path / "i", np.zeros((20, 2, 2))), idx(tmp_path / "l", np.zeros(20))]
     held_out = [idx(tmp_path / "ei", np.full((9, 2, 2), 255)), idx(tmp_path / "el", np.ones(9))]
