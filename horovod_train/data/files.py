@@ -35,6 +35,8 @@ INDEX_NAME = "index.npz"
 
 _OURS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock")
 """Names of files that we write beside records."""
+_NOT_LISTED = (*_OURS, ".*")
+"""Names of files in a folder that are never its records: a glob's wildcards leave hidden ones out too."""
 _NO_RECORDS = (*_OURS, ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
 _COPIES = ("*.bak", "*~", "*.tmp", "*.crc")
@@ -197,7 +199,7 @@ def _without_copies(names: list[str]) -> list[str]:
 
 
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob does
+    names = [name for name in storage.names(folder) if fits(name, pattern) and not is_no_record(name, _NOT_LISTED)]
     return [os.path.join(folder, name) for name in _without_copies(names)]
 
 
