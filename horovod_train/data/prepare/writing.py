@@ -202,7 +202,9 @@ def _example(values: Values) -> bytes:
             continue
         array = np.asarray(value)
         if array.dtype.kind in "SU":
-            texts = [text.encode() if isinstance(text, str) else text for text in array.ravel().tolist()]
+            texts = array.ravel().tolist()
+            # A file's name may be any bytes.
+            texts = [text.encode(errors="surrogateescape") if isinstance(text, str) else text for text in texts]
             features[name] = Feature(bytes_list=BytesList(value=texts))
         elif np.issubdtype(array.dtype, np.floating):
             features[name] = Feature(float_list=FloatList(value=array.ravel()))

@@ -254,6 +254,24 @@ def test_image_folders_become_records(tmp_path: Path) -> None:
     assert described["class_names"] == ["cat", "dog"]
 
 
+def test_names_of_images_and_classes_need_not_be_utf8(tmp_path: Path) -> None:
+    for name in (b"caf\xe9", b"tea"):
+        folder = Path(os.fsdecode(os.fsencode(tmp_path / "images") + b"/" + name))
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / os.fsdecode(b"\xe9.png"))
+    run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
+    texts = set()
+    for raw in tf.data.TFRecordDataset([str(path) for path in (tmp_path / "out/train").glob("*.tfrecord")]):
+        features = tf.train.Example.FromString(raw.numpy()).features.feature
+        texts.add(tuple(features[f"image/{name}"].bytes_list.value[0] for name in ("class/text", "filename")))
+    assert {text for text, _ in texts} == {b"caf\xe9", b"tea"}
+    assert all(name.endswith(b"\xe9.png") for _, name in texts)
+    assert open_records(config(tmp_path / "out/train"), "train").schema.class_names["image/class/label"] == (
+        os.fsdecode(b"caf\xe9"),
+        "tea",
+    )
+
+
 def test_token_samples_are_labelled_by_the_kind_they_hold_most_of(tmp_path: Path) -> None:
     words = ["token-samples", "--records", 300, "--eval-records", 20, "--vocabulary", 21, "--max-length", 9]
     run(*words, "--out", tmp_path / "a")
