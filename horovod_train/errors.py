@@ -201,10 +201,24 @@ def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
         raise unreadable(error)(f"{path}: cannot be read{when}: {said_by_system(error)}.") from error
 
 
+_OF_AUTOGRAPH = re.compile(r"in user code:\n\n(?: {4}.*\n)+?\n {4}\w+: ?")
+
+
+def without_autograph(text: str) -> str:
+    """Return the text of an error without what AutoGraph puts before it: its traceback, and the error's class."""
+    return _OF_AUTOGRAPH.sub("", text)
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the name of an error's class; that of AutoGraph's own KeyError is KeyError."""
+    return type(error).__name__.removeprefix("MultilineMessage")
+
+
 def one_line(error: object) -> str:
     """Return the text of an error as one line, also if it has several, as those of libraries have.
 
     TensorFlow begins some with the name that it gave to a function of a graph, which tells a user nothing. Keras prints
     some in bold.
     """
-    return " ".join(re.sub(r"\{\{function_node [^{}]*\}\}|\x1b\[\d*m", "", str(error)).split())
+    text = re.sub(r"\{\{function_node [^{}]*\}\}|\x1b\[\d*m", "", str(error))
+    return " ".join(without_autograph(text).split())
