@@ -125,6 +125,17 @@ def test_held_out_lines_are_typed_as_those_for_training(tmp_path: Path) -> None:
         run(*words, "--separate", "--targets", "zip", "--inputs", "x", "--out", tmp_path / "no")
 
 
+def test_a_small_fraction_of_few_records_is_one(tmp_path: Path) -> None:
+    for records in (7, 1):
+        np.savez(tmp_path / f"{records}.npz", x=np.zeros((records, 3), np.float32))
+    words = ["npz", "--inputs", "x", "--eval-fraction", "0.1", "--out", tmp_path / "out"]
+    run(*words, "--file", tmp_path / "7.npz")
+    counts = json.loads((tmp_path / "out/dataset.json").read_text())["counts"]
+    assert counts == {"train": 6, "eval": 1}
+    with pytest.raises(UserError, match=r"--eval-fraction: 0\.1 of 1 record leaves none to train\."):
+        run(*words, "--file", tmp_path / "1.npz", "--force")
+
+
 def test_held_out_idx_files_stay_apart(tmp_path: Path) -> None:
     train = [idx(tmp_path / "i", np.zeros((20, 2, 2))), idx(tmp_path / "l", np.zeros(20))]
     held_out = [idx(tmp_path / "ei", np.full((9, 2, 2), 255)), idx(tmp_path / "el", np.ones(9))]
