@@ -41,6 +41,7 @@ from horovod_train.data.dataset import (
 )
 from horovod_train.data.files import record_folders
 from horovod_train.data.prepare.images import class_names
+from horovod_train.data.random_access import FILES
 from horovod_train.data.random_access.images import is_image_folder
 from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.reader import Reader, parse_all, without_padding
@@ -126,10 +127,10 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
 def _splits(path: str) -> list[str]:
     """Return the path itself, or of a folder of splits those that hold records, or images by class."""
     folders = record_folders(path, SOURCES)
-    if folders != [path] or not os.path.isdir(path) or is_image_folder(path, DEFAULT):
+    if folders != [path] or (os.path.isdir(path) and is_image_folder(path, DEFAULT)):
         return folders
-    splits = [os.path.join(path, name) for name in class_names(path)]
-    return [folder for folder in splits if is_image_folder(folder, DEFAULT)] or [path]
+    splits = [os.path.join(path, name) for name in class_names(path)] if os.path.isdir(path) else []
+    return [folder for folder in splits if is_image_folder(folder, DEFAULT)] or record_folders(path, [*SOURCES, *FILES])
 
 
 def _features(folder: str) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
         lists, left_out = [], dict[str, str]()
         for path, is_folder in entries:
             if is_folder:
-                names, others, read = _list_folder(path, setting, kind, storage), _left_out(path, kind, storage), kind
+                names = _list_folder(path, setting, kind, patterns, storage)
+                others, read = _left_out(path, kind, storage), kind
             else:
                 names, others = _list_glob(path, setting, storage)
                 read = f"files that are not {', '.join(_COPIES)}"
@@ -203,15 +204,17 @@ def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
     return [os.path.join(folder, name) for name in _without_copies(names)]
 
 
-def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> list[str]:
+def _list_folder(folder: str, setting: str, pattern: str, patterns: Collection[str], storage: Storage) -> list[str]:
     content = storage.names(folder)
     names = _record_files(folder, pattern, storage)
     if names:
         return names
-    subfolders = record_folders(folder, [pattern], storage)
+    subfolders = record_folders(folder, patterns, storage)
     if subfolders != [folder]:
         named = [path for path in subfolders if os.path.basename(path) == setting.rpartition(".")[2]]
-        hint = f" Its folders have some: {setting}={[*named, *subfolders][0]}?"
+        proposed = [*named, *subfolders][0]
+        has = "some" if has_records(proposed, [pattern], storage) else "records"
+        hint = f" Its folders have {has}: {setting}={proposed}?"
     elif content:
         hint = f" It holds {listed(content, 3)}; name other files with a glob."
     else:

@@ -46,6 +46,19 @@ def test_good_data_is_summed_up(data: Path, capsys: pytest.CaptureFixture[str]) 
     assert "label: " + ", ".join(f"{label}: 7" for label in range(10)) in lines
 
 
+def test_splits_of_tables_are_found_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, records in (("eval", 2), ("train", 3)):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        (tmp_path / "data" / split / "a.csv").write_text("x,y\n" + "1,2\n" * records)
+    assert run(check_data, tmp_path / "data") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" in ")[0] for line in lines if "records in" in line] == [
+        f"{tmp_path}/data/{split}: {records} records" for split, records in (("eval", 2), ("train", 3))
+    ]
+    with pytest.raises(UserError, match=r"Its folders have records: data\.train=.*/data/train\?$"):
+        open_records(DataConfig(train=(f"{tmp_path}/data",)), "train")
+
+
 def test_images_by_class_need_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of any size, as those of photos differ; a file that is no image is still a fault."""
     for number in range(6):
