@@ -28,6 +28,7 @@ from rich.console import Console
 from horovod_train.commands.cli import add_config, build_table, count, files_or_folder, load_from_arguments, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.paths import is_remote
+from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import (
@@ -35,6 +36,7 @@ from horovod_train.data.dataset import (
     Records,
     build_plan,
     check_counts,
+    check_room_to_shuffle,
     find_records,
     open_records,
     scan_records,
@@ -303,10 +305,13 @@ def _show_report(console: Console, report: Report) -> None:
 
 
 def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
-    data = config.data
+    has_batch = bool(config.data.global_batch(size))  # no config is given with a path
+    data = resolve(config, size).data if has_batch else config.data
     records = open_records(data, "train")
     batch = data.global_batch(size) or _ROWS_PER_RANK * size
     plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)
+    if has_batch:
+        check_room_to_shuffle(plan, records, data, size)
     where = ", ".join(data.paths("train"))
     console.print(
         f"{where}: {plan.num_records} records in {len(plan.block_counts)} blocks; {size} ranks, "

@@ -204,6 +204,23 @@ def test_a_config_says_what_to_check(data: Path, tmp_path: Path, capsys: pytest.
     assert "12 records in 1 file or folder" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (4, r"data\.global_batch_size must be at least the number of ranks \(6\); received 4\."),
+        (60, r"data\.shuffle_mb: must be at least 5; received 1\."),
+    ],
+)
+def test_shares_that_a_run_refuses_are_refused(data: Path, tmp_path: Path, batch: int, said: str) -> None:
+    write_file(data / "train/0.tfrecord", [bytes(100_000)] * 40)
+    config = tmp_path / "a.yaml"
+    config.write_text(
+        f"data: {{train: {data}/train, global_batch_size: {batch}, shuffle_mb: 1}}\ntrain: {{epochs: 1}}\n"
+    )
+    with pytest.raises(UserError, match=said):
+        run(check_data, "--np", 6, "--config", config)
+
+
 @pytest.mark.parametrize("part", ["fold=1/5", "eval_fraction=0.2"])
 def test_records_of_which_a_part_is_held_out_are_checked_once(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
