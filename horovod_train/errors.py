@@ -115,22 +115,23 @@ def passes_by_name(error: BaseException) -> bool:
     return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
 
 
-def _may_pass(answer: int) -> bool:
+def answer_may_change(answer: int) -> bool:
     """Return whether a server may answer otherwise later; answer: a number of HTTP from 400 on."""
     return answer >= 500 or answer in (408, 425, 429)
 
 
-def _answer_of(error: BaseException) -> int | None:
+def answer_of(error: BaseException | None) -> int | None:
     """Return the number with which a server has answered, where clients of HTTP keep it."""
     response = getattr(error, "response", None)
+    of_botocore = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
     numbers = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
-    return next((number for number in numbers if isinstance(number, int) and 400 <= number < 600), None)
+    return next((number for number in (*numbers, of_botocore) if isinstance(number, int) and 400 <= number < 600), None)
 
 
 def unreadable(error: BaseException) -> type[RunError]:
     """Return the class of the error to raise for what cannot be read, by why it cannot: ReadFailed or UserError."""
-    if (answer := _answer_of(error)) is not None:
-        may_pass = _may_pass(answer)
+    if (answer := answer_of(error)) is not None:
+        may_pass = answer_may_change(answer)
     else:
         may_pass = isinstance(error, TimeoutError | ConnectionError) or passes_by_name(error)
         may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
@@ -142,7 +143,7 @@ def unreadable_as_told(text: str) -> type[RunError]:
     name = text.partition(":")[0].rpartition(".")[2]
     if name in _ANSWERS:
         answer = re.search(r"\b[45]\d\d\b", text)
-        return ReadFailed if answer and _may_pass(int(answer[0])) else UserError
+        return ReadFailed if answer and answer_may_change(int(answer[0])) else UserError
     kind, number = getattr(builtins, name, None), re.search(r"\[Errno (\d+)\]", text)
     may_pass = name in _PASSING_NAMES or (number is not None and int(number[1]) in _PASSING)
     may_pass = may_pass or (isinstance(kind, type) and issubclass(kind, TimeoutError | ConnectionError))
@@ -200,10 +201,24 @@ def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
         raise unreadable(error)(f"{path}: cannot be read{when}: {said_by_system(error)}.") from error
 
 
+_OF_AUTOGRAPH = re.compile(r"in user code:\n\n(?: {4}.*\n)+?\n {4}\w+: ?")
+
+
+def without_autograph(text: str) -> str:
+    """Return the text of an error without what AutoGraph puts before it: its traceback, and the error's class."""
+    return _OF_AUTOGRAPH.sub("", text)
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the name of an error's class; that of AutoGraph's own KeyError is KeyError."""
+    return type(error).__name__.removeprefix("MultilineMessage")
+
+
 def one_line(error: object) -> str:
     """Return the text of an error as one line, also if it has several, as those of libraries have.
 
     TensorFlow begins some with the name that it gave to a function of a graph, which tells a user nothing. Keras prints
     some in bold.
     """
-    return " ".join(re.sub(r"\{\{function_node [^{}]*\}\}|\x1b\[\d*m", "", str(error)).split())
+    text = re.sub(r"\{\{function_node [^{}]*\}\}|\x1b\[\d*m", "", str(error))
+    return " ".join(without_autograph(text).split())

@@ -64,7 +64,7 @@ class S3Server:
         if any(f"Credential={key}/" in environ.get("HTTP_AUTHORIZATION", "") for key in self.expired):
             body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
             start_response("400 Bad Request", [("Content-Length", str(len(body)))])
-            return [body]
+            return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
         how = next(self.spoilt, "") if environ["REQUEST_METHOD"] == "GET" else ""
         return self._spoil(how, environ, start_response) if how else self._moto(environ, start_response)
 

@@ -54,6 +54,7 @@ from horovod_train.distributed.launch.local import (
 from horovod_train.errors import RunError, UserError
 from horovod_train.host import sees_gpu, usable_cores
 from horovod_train.output import logs
+from horovod_train.output.files import json_text
 from horovod_train.output.rank_log import read_stories
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def _measure_scaling(arguments: argparse.Namespace) -> int:
     screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(list(points.values())), sep="\n")
     if arguments.json:
         with Path(arguments.json).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(_figures(points, way), indent=2) + "\n")
+            file.write(json_text(_figures(points, way), indent=2) + "\n")
     if arguments.png:
         _draw(Path(arguments.png), list(points.values()))
     return 0

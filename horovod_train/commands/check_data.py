@@ -28,6 +28,7 @@ from rich.console import Console
 from horovod_train.commands.cli import add_config, build_table, count, files_or_folder, load_from_arguments, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.paths import is_remote
+from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import (
@@ -35,12 +36,14 @@ from horovod_train.data.dataset import (
     Records,
     build_plan,
     check_counts,
+    check_room_to_shuffle,
     find_records,
     open_records,
     scan_records,
 )
 from horovod_train.data.files import record_folders
 from horovod_train.data.prepare.images import class_names
+from horovod_train.data.random_access import FILES
 from horovod_train.data.random_access.images import is_image_folder
 from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.reader import Reader, parse_all, without_padding
@@ -126,10 +129,10 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
 def _splits(path: str) -> list[str]:
     """Return the path itself, or of a folder of splits those that hold records, or images by class."""
     folders = record_folders(path, SOURCES)
-    if folders != [path] or not os.path.isdir(path) or is_image_folder(path, DEFAULT):
+    if folders != [path] or (os.path.isdir(path) and is_image_folder(path, DEFAULT)):
         return folders
-    splits = [os.path.join(path, name) for name in class_names(path)]
-    return [folder for folder in splits if is_image_folder(folder, DEFAULT)] or [path]
+    splits = [os.path.join(path, name) for name in class_names(path)] if os.path.isdir(path) else []
+    return [folder for folder in splits if is_image_folder(folder, DEFAULT)] or record_folders(path, [*SOURCES, *FILES])
 
 
 def _features(folder: str) -> dict[str, Any]:
@@ -302,10 +305,13 @@ def _show_report(console: Console, report: Report) -> None:
 
 
 def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
-    data = config.data
+    has_batch = bool(config.data.global_batch(size))  # no config is given with a path
+    data = resolve(config, size).data if has_batch else config.data
     records = open_records(data, "train")
     batch = data.global_batch(size) or _ROWS_PER_RANK * size
     plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)
+    if has_batch:
+        check_room_to_shuffle(plan, records, data, size)
     where = ", ".join(data.paths("train"))
     console.print(
         f"{where}: {plan.num_records} records in {len(plan.block_counts)} blocks; {size} ranks, "

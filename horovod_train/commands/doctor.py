@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import socket
 import sys
@@ -37,7 +36,7 @@ from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, one_line
 from horovod_train.output import logs
-from horovod_train.output.files import Artifact
+from horovod_train.output.files import Artifact, json_text
 
 FINDINGS = Artifact(
     "a file that doctor wrote", ".+", content_matches=lambda path: path.read_bytes().startswith(b'{\n  "checks": ')
@@ -135,7 +134,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
 def _show(findings: Sequence[CheckResult], to: str | None) -> None:
     if to is not None:
         checks = [{key: value for key, value in vars(finding).items() if key != "rows"} for finding in findings]
-        text = json.dumps({"checks": checks}, indent=2)
+        text = json_text({"checks": checks}, indent=2)
         if to == "-":
             print(text, flush=True)
             return

@@ -7,7 +7,6 @@ horovodrun -np 4 python -m horovod_train.main evaluate runs/digits_convnet data.
 from __future__ import annotations
 
 import argparse
-import json
 
 from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights, write_out
 from horovod_train.data.dataset import look_before_start
@@ -15,7 +14,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
-from horovod_train.output.files import Artifact, read_json
+from horovod_train.output.files import Artifact, json_text, read_json
 
 _FACTS = {"step", "epoch", "records", "ranks", "weights", "checkpoint"}
 FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=lambda path: read_json(path).keys() >= _FACTS)
@@ -41,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
         shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
         to_stdout("  ".join(f"{name} {value}" for name, value in shown.items()))
         if arguments.out:
-            write_out("--out", arguments.out, json.dumps(figures, indent=2) + "\n", FIGURES)
+            write_out("--out", arguments.out, json_text(figures, indent=2) + "\n", FIGURES)
     return 0

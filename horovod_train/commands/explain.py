@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import operator
 import re
 import shlex
@@ -34,7 +33,7 @@ from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import InUse, RanksDisagree, RunError, UserError, reading
 from horovod_train.host import has_run_since
 from horovod_train.output.console import to_stderr, to_stdout
-from horovod_train.output.files import STOP_FILE, each_line, read_json, read_whole
+from horovod_train.output.files import STOP_FILE, each_line, json_text, read_json, read_whole
 from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, read_lease
 from horovod_train.output.rank_log import (
     FOLDER,
@@ -179,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     explanation = explain(Path(arguments.run_dir))
-    to_stdout(json.dumps(dataclasses.asdict(explanation)) if arguments.json else "\n".join(explanation.lines()))
+    to_stdout(json_text(dataclasses.asdict(explanation)) if arguments.json else "\n".join(explanation.lines()))
     return 0 if explanation.state == "finished" else 1
 
 

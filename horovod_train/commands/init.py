@@ -31,7 +31,7 @@ from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
 from horovod_train.data.subsets import parts_of_records
 from horovod_train.errors import UserError, one_line
 from horovod_train.output.console import to_stdout
-from horovod_train.shown_text import listed
+from horovod_train.shown_text import listed, printable
 
 FOLDS = 5
 """One record in so many is held out to evaluate on."""
@@ -93,13 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
     describe, _, _ = KINDS[arguments.kind]
     draft = describe(arguments)
     texts = {out.name: _config_text(draft, out.name), **draft.files}
-    for name in texts:
+    contents = {name: text.encode() for name, text in texts.items()}  # before there is a file
+    for name in contents:
         if Path(name).exists():
             raise UserError(f"init: {name} exists already, and stays as it is. Work in another folder, or rename it.")
-    for name, text in texts.items():
+    for name, content in contents.items():
         try:
-            with open(name, "x", encoding="utf-8") as file:
-                file.write(text)
+            with open(name, "xb") as file:
+                file.write(content)
         except OSError as error:
             raise UserError(f"init: {name}: cannot be written: {error.strerror}.") from error
     to_stdout(draft.found)
@@ -499,7 +500,7 @@ def _training(epochs: int, metric: str, mode: str) -> list[tuple[str, Any]]:
 
 def _config_text(draft: Draft, name: str) -> str:
     head = [
-        f"# {one_line(draft.found)}",
+        f"# {printable(one_line(draft.found))}",  # unlike YAML's texts, comments have no escapes
         "#",
         f"#   horovodrun -np 2 python -m horovod_train.main --config {name}",
         "#",
@@ -509,7 +510,7 @@ def _config_text(draft: Draft, name: str) -> str:
     ]
     for comment, section in draft.sections:
         text = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
-        head += [*([f"# {comment}"] if comment else []), text.rstrip()]
+        head += [*([f"# {printable(comment)}"] if comment else []), text.rstrip()]
     return "\n".join(head) + "\n"
 
 

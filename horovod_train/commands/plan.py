@@ -12,7 +12,6 @@ records and no arrays.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections import Counter
@@ -63,6 +62,7 @@ from horovod_train.data.sampler import Plan, padding_share
 from horovod_train.errors import RunError, UserError
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 from horovod_train.output import logs
+from horovod_train.output.files import json_text
 from horovod_train.shown_text import counted
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts, notes, faults = _look(config, missing_data(config, origins), arguments)
     notes = [*left_out_options(config, origins), *notes]
     if arguments.json:
-        print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
+        print(json_text({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
     else:
         _show(facts, notes, faults)
     if faults:

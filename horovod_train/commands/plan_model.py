@@ -20,7 +20,7 @@ from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.device import Device, pin_to_cpu
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import horovod_alone
-from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.errors import RunError, UserError, kind_of, one_line
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
@@ -130,7 +130,7 @@ def _attempt(make: Callable[[], Any], faults: list[str], where: str) -> Any:
     except Exception as error:
         # A user's function may raise anything; a run would end with its traceback.
         text = one_line(error)
-        faults.append(f"{where}{type(error).__name__}: {text}{raised_at(error)}")
+        faults.append(f"{where}{kind_of(error)}: {text}{raised_at(error)}")
     return None
 
 

@@ -26,6 +26,8 @@ from horovod_train.config.settings import Config, Seconds, Spec, default_of
 from horovod_train.errors import UserError
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_WORDS = {"minimum": "at least", "maximum": "at most"}
+"""Bounds of a setting, as the schema calls them, in words."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +82,10 @@ def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
         if is_section(hint):
             yield from entries(hint, f"{prefix}{field.name}.")
         else:
-            key, minimum = f"{prefix}{field.name}", field.metadata["minimum"]
-            bound = f"{_type_name(hint)}, at least {minimum:g}" if minimum is not None else _type_name(hint)
+            key = f"{prefix}{field.name}"
+            limits = [f"{_WORDS[bound]} {limit:.10g}" for bound, limit in _bounds(field).items()]
             needs = "".join(f"; needs {need}" for need in NEEDS.get(key, ()))
-            yield Entry(key, bound, _default(field), field.metadata["doc"] + needs)
+            yield Entry(key, ", ".join([_type_name(hint), *limits]), _default(field), field.metadata["doc"] + needs)
             if isinstance(field.default, Spec) and type(field.default) is not Spec:
                 yield from entries(type(field.default), f"{key}.")
 
@@ -178,17 +180,20 @@ def _object(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     properties = {}
     for field in dataclasses.fields(cls):
-        shape = _shape(hints[field.name])
-        if (minimum := field.metadata.get("minimum")) is not None:
-            shape = _with_minimum(shape, minimum)
+        shape = _with_bounds(_shape(hints[field.name]), _bounds(field))
         properties[field.name] = shape | ({"description": field.metadata["doc"]} if "doc" in field.metadata else {})
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _with_minimum(shape: dict[str, Any], minimum: float) -> dict[str, Any]:
+def _bounds(field: dataclasses.Field[Any]) -> dict[str, float]:
+    """Return the minimum and the maximum of a setting, as far as it has them."""
+    return {key: field.metadata[key] for key in _WORDS if field.metadata.get(key) is not None}
+
+
+def _with_bounds(shape: dict[str, Any], bounds: dict[str, float]) -> dict[str, Any]:
     if "anyOf" in shape:
-        return {"anyOf": [_with_minimum(choice, minimum) for choice in shape["anyOf"]]}
-    return shape | {"minimum": minimum} if shape.get("type") in ("integer", "number") else shape
+        return {"anyOf": [_with_bounds(choice, bounds) for choice in shape["anyOf"]]}
+    return shape | bounds if shape.get("type") in ("integer", "number") else shape
 
 
 def _shape(hint: Any) -> dict[str, Any]:

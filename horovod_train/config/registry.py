@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from horovod_train.config.settings import Spec
-from horovod_train.errors import RunError, UserError, one_line, unreadable
+from horovod_train.errors import RunError, UserError, kind_of, one_line, unreadable
 from horovod_train.shown_text import listed
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         is_refusal = ":" not in spec.name and isinstance(error, TypeError | ValueError)  # by a class of Keras
-        kind = "" if is_refusal else f"{type(error).__name__}: "
+        kind = "" if is_refusal else f"{kind_of(error)}: "
         given = f" with options {spec.options}" if spec.options else ""
         raise unreadable(error)(
             f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}{_advice(error)}"
@@ -264,9 +264,12 @@ def _advice(error: BaseException) -> str:
 def raised_at(error: BaseException) -> str:
     """Return ` (at FILE:LINE)` for the innermost line of the user's code in a traceback; "" if there is none.
 
-    TensorFlow puts the traceback of a function that it calls, and that of an operation's making, into its message.
+    TensorFlow puts the traceback of a function that it calls, and that of an operation's making, into its message. So
+    does AutoGraph, which runs a file of its own in place of the user's.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).name.startswith("__autograph_generated_file"):
+            break
         if not _is_library(Path(frame.filename)):
             return f" (at {frame.filename}:{frame.lineno})"
     return _line_in_text(str(error))
@@ -281,6 +284,7 @@ def _line_in_text(text: str) -> str:
     for line in text.splitlines():
         if "(most recent call last)" in line:
             is_inside = False
+        is_inside |= "in user code:" in line  # AutoGraph's has no lines of the program
         if not (frame := _FRAME.search(line)):
             continue
         named = Path(frame[1])

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, choose, raised_at
 from horovod_train.config.settings import Spec
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, kind_of, one_line
 
 ChooseBox = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """(height and width int32 [2], draws float32 [k]) → top, left, height, width, int32 [4], inside the image."""
@@ -177,7 +177,7 @@ def _try(function: Any, spec: Spec, where: str, image: tf.TensorSpec) -> None:
     try:
         traced = function.get_concrete_function(image, tf.TensorSpec([2], tf.int32), **spec.options)
     except Exception as error:  # whatever the user's code raises
-        text = f"{type(error).__name__}: {one_line(error)[:300]}{raised_at(error)}"
+        text = f"{kind_of(error)}: {one_line(error)[:300]}{raised_at(error)}"
         raise UserError(f"{where}: {spec.name}, for an image of {given}: {text}") from error
     result = traced.structured_outputs
     is_tensor = isinstance(result, tf.Tensor)

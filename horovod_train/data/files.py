@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.config.paths import is_remote, link_to_nothing
-from horovod_train.data.globs import matching
+from horovod_train.data.globs import files_and_folders
 from horovod_train.data.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent, resolved
 from horovod_train.errors import UserError, said_by_system, unreadable
 from horovod_train.host import cache_folder
@@ -35,6 +35,8 @@ INDEX_NAME = "index.npz"
 
 _OURS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock")
 """Names of files that we write beside records."""
+_NOT_LISTED = (*_OURS, ".*")
+"""Names of files in a folder that are never its records: a glob's wildcards leave hidden ones out too."""
 _NO_RECORDS = (*_OURS, ".*", "_*", "README*", "LICENSE*", "*.md")
 """Names of files beside records that nobody takes for records."""
 _COPIES = ("*.bak", "*~", "*.tmp", "*.crc")
@@ -70,7 +72,8 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
         lists, left_out = [], dict[str, str]()
         for path, is_folder in entries:
             if is_folder:
-                names, others, read = _list_folder(path, setting, kind, storage), _left_out(path, kind, storage), kind
+                names = _list_folder(path, setting, kind, patterns, storage)
+                others, read = _left_out(path, kind, storage), kind
             else:
                 names, others = _list_glob(path, setting, storage)
                 read = f"files that are not {', '.join(_COPIES)}"
@@ -197,19 +200,21 @@ def _without_copies(names: list[str]) -> list[str]:
 
 
 def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
-    names = [name for name in storage.names(folder) if fits(name, pattern) and not name.startswith(".")]  # as glob does
+    names = [name for name in storage.names(folder) if fits(name, pattern) and not is_no_record(name, _NOT_LISTED)]
     return [os.path.join(folder, name) for name in _without_copies(names)]
 
 
-def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> list[str]:
+def _list_folder(folder: str, setting: str, pattern: str, patterns: Collection[str], storage: Storage) -> list[str]:
     content = storage.names(folder)
     names = _record_files(folder, pattern, storage)
     if names:
         return names
-    subfolders = record_folders(folder, [pattern], storage)
+    subfolders = record_folders(folder, patterns, storage)
     if subfolders != [folder]:
         named = [path for path in subfolders if os.path.basename(path) == setting.rpartition(".")[2]]
-        hint = f" Its folders have some: {setting}={[*named, *subfolders][0]}?"
+        proposed = [*named, *subfolders][0]
+        has = "some" if has_records(proposed, [pattern], storage) else "records"
+        hint = f" Its folders have {has}: {setting}={proposed}?"
     elif content:
         hint = f" It holds {listed(content, 3)}; name other files with a glob."
     else:
@@ -224,9 +229,8 @@ def _list_glob(pattern: str, setting: str, storage: Storage) -> tuple[list[str],
     """
     if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern], []
-    found = [name for name in matching(pattern, storage) if not is_no_record(os.path.basename(name), _OURS)]
-    folders = [] if is_remote(pattern) else list(filter(os.path.isdir, found))
-    names = [name for name in found if name not in folders]
+    found, folders = files_and_folders(pattern, storage)
+    names = [name for name in found if not is_no_record(os.path.basename(name), _OURS)]
     if folders and not names:
         raise UserError(f"{setting}: {pattern} fits folders only; name their files: {pattern.rstrip('/')}/*")
     if names:

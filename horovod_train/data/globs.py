@@ -19,10 +19,20 @@ _LOST_AND_FOUND = "lost+found"
 _LISTED_WHOLE = ("s3", "gs")
 """Stores without folders: one request lists a thousand objects, however deep they are."""
 
+_Entry = tuple[str, Callable[[], bool]]
+"""A path, or a name in a folder, and what tells whether it is a folder."""
+
 
 def matching(pattern: str, storage: Storage = DEFAULT) -> list[str]:
     """Return the paths that fit a pattern, sorted."""
-    return sorted(filter(None, _Glob(storage).matches(pattern, only_folders=False)))
+    return sorted(path for path, _ in _Glob(storage).matches(pattern, only_folders=False) if path)
+
+
+def files_and_folders(pattern: str, storage: Storage = DEFAULT) -> tuple[list[str], list[str]]:
+    """Return the paths of files that fit a pattern, and of folders that do, both sorted."""
+    found = {path: is_folder() for path, is_folder in _Glob(storage).matches(pattern, only_folders=False) if path}
+    folders = sorted(path for path, is_folder in found.items() if is_folder)
+    return sorted(found.keys() - folders), folders
 
 
 class _Glob:
@@ -33,25 +43,27 @@ class _Glob:
         self._listed: dict[str, dict[str, bool]] = {}
         """By remote folder and by name in it, whether that is a folder."""
 
-    def matches(self, pattern: str, *, only_folders: bool) -> Iterator[str]:
+    def matches(self, pattern: str, *, only_folders: bool) -> Iterator[_Entry]:
         folder, name = os.path.split(pattern)
         if not glob.has_magic(pattern) or (is_remote(pattern) and parent(pattern) is None):  # a store lists no buckets
             yield from self._existing(pattern)
             return
-        folders = list(self.matches(folder, only_folders=True)) if glob.has_magic(folder) else [folder]
+        folders = [folder]
+        if glob.has_magic(folder):
+            folders = [path for path, _ in self.matches(folder, only_folders=True)]
         if name == "**":
-            yield from (os.path.join(place, "") for place in folders)
+            yield from ((os.path.join(place, ""), lambda: True) for place in folders)
             yield from self._below(folders, only_folders=only_folders)
         elif glob.has_magic(name):
             for place, found in zip(folders, map_paths(self._entries, folders), strict=True):
-                entries = [entry for entry in found if name[0] == "." or entry[0][0] != "."]
-                names = fnmatch.filter([base for base, is_folder in entries if not only_folders or is_folder()], name)
-                yield from (os.path.join(place, base) for base in names)
+                entries = {base: is_folder for base, is_folder in found if name[0] == "." or base[0] != "."}
+                names = [base for base, is_folder in entries.items() if not only_folders or is_folder()]
+                yield from ((os.path.join(place, base), entries[base]) for base in fnmatch.filter(names, name))
         else:
             for existing in map_paths(self._existing, [os.path.join(place, name) for place in folders]):
                 yield from existing
 
-    def _below(self, folders: Sequence[str], *, only_folders: bool) -> Iterator[str]:
+    def _below(self, folders: Sequence[str], *, only_folders: bool) -> Iterator[_Entry]:
         in_stores = [folder for folder in folders if folder.partition("://")[0] in _LISTED_WHOLE]
         map_paths(self._list_whole, [folder for folder in in_stores if folder.rstrip("/") not in self._listed])
         while folders:
@@ -65,24 +77,25 @@ class _Glob:
                         inner.append(path)
                     elif only_folders:
                         continue
-                    yield path
+                    yield path, is_folder
             folders = inner
 
-    def _existing(self, path: str) -> list[str]:
+    def _existing(self, path: str) -> list[_Entry]:
         """Return the path in a list, or an empty list."""
         if is_remote(path):
             folder, _, name = path.rpartition("/")
             if name and folder in self._listed:
-                return [path] if name in self._listed[folder] else []
-            return [path] if self._storage.exists(path) else []
+                return [(path, partial(bool, self._listed[folder][name]))] if name in self._listed[folder] else []
+            kind = self._storage.kind(path)
+            return [(path, lambda: kind == "directory")] if kind else []
         try:
             os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [path]
+        return [(path, partial(os.path.isdir, path))]
 
-    def _entries(self, folder: str) -> list[tuple[str, Callable[[], bool]]]:
-        """Return the name of each entry of a folder, and what tells whether it is a folder; none if this is none."""
+    def _entries(self, folder: str) -> list[_Entry]:
+        """Return the entries of a folder; none if this is none."""
         try:
             if is_remote(folder):
                 if (place := folder.rstrip("/")) not in self._listed:

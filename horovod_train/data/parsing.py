@@ -22,7 +22,7 @@ from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.schema import Feature, check_weight_kind
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, split_records
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import RunError, UserError, kind_of, one_line
 
 _OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors.UnknownError)
 """Errors that a record causes; decode_compressed, for example, raises the second, and py_function the third."""
@@ -116,9 +116,11 @@ class FunctionParser:
         """`name`: the function's name in the config. Raises UserError if the function does not return such tensors."""
         try:
             self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
-        except (TypeError, ValueError) as error:
-            text = one_line(error)
-            raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
+        except RunError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            text = f"{kind_of(error)}: {one_line(error)}{raised_at(error)}"
+            raise UserError(f"data.parse: {name} cannot be traced: {text}") from error
         self._name = name
         outputs = self._function.structured_outputs
         if not isinstance(outputs, dict) or not all(

@@ -360,7 +360,8 @@ def _contradiction(feature: Feature) -> str | None:
         return f"classes is for integers; this one is {feature.stored_dtype}."
     names = feature.class_names
     if names and feature.type != "int64":
-        return f"class_names is for type int64, also where records hold the names; this one is {feature.type}."
+        kind = feature.raw_dtype if feature.decode == "raw" else feature.type
+        return f"class_names is for type int64, also where records hold the names; this one is {kind}."
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         return f"class_names: {twice!r} is given twice."

@@ -34,7 +34,17 @@ from weakref import WeakSet
 from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
-from horovod_train.errors import ReadFailed, RunError, UserError, one_line, passes_by_name, reading, unreadable
+from horovod_train.errors import (
+    ReadFailed,
+    RunError,
+    UserError,
+    answer_may_change,
+    answer_of,
+    one_line,
+    passes_by_name,
+    reading,
+    unreadable,
+)
 from horovod_train.output.logs import ANY_RANK
 
 _REMOTE_FILES = 32  # requested at the same time
@@ -65,7 +75,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _QUIET_S = 3.0
 """Shorter failures are not logged: servers fail now and then."""
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-_PERMANENT_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
+_OTHER_REGION = getattr(errno, "EREMCHG", errno.EINVAL)
+"""What s3fs raises for a bucket that is elsewhere; macOS has no such number."""
+_PERMANENT_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, _OTHER_REGION}
 log = logging.getLogger(__name__)
 
 
@@ -167,20 +179,22 @@ class Storage:
         if not is_remote(path):
             return Stamp.of(os.stat(path))
         info = self._request(path, lambda system, place: system.info(place))
+        if info["type"] == "directory":  # it has a size of 0, as an empty file
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if version := info.get(_PINNED_BY.get(path.partition("://")[0], "")):
             self._versions[path] = str(version)
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
         return Stamp(int(info["size"]), int.from_bytes(hashlib.sha256(version.encode()).digest()[:8], "little") >> 1)
 
     def is_folder(self, path: str) -> bool:
-        if is_remote(path):
-            return bool(self._request(path, lambda system, place: system.isdir(place)))
-        return stat.S_ISDIR(_mode(path))
+        return self.kind(path) == "directory" if is_remote(path) else stat.S_ISDIR(_mode(path))
 
     def exists(self, path: str) -> bool:
-        if is_remote(path):
-            return bool(self._request(path, lambda system, place: system.exists(place)))
-        return bool(_mode(path))
+        return bool(self.kind(path) if is_remote(path) else _mode(path))
+
+    def kind(self, url: str) -> str:
+        """Return "file", "directory", or "" if nothing is there, for a remote path."""
+        return str(self._request(url, _kind))
 
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
@@ -259,12 +273,12 @@ class Storage:
         def once() -> Any:
             system, place = open_file_system(url)
             try:
-                answer = request(system, place)
+                answer = _ask(request, system, place)
             except PermissionError:
                 if not self._has_new_credentials(url, system):
                     raise
                 system, place = open_file_system(url)
-                answer = request(system, place)
+                answer = _ask(request, system, place)
             self._served[type(system)] = system
             return answer
 
@@ -282,6 +296,38 @@ class Storage:
                 type(system).clear_instance_cache()
                 log.info(f"{url}: access is refused; reading the credentials anew", extra=ANY_RANK)
             return open_file_system(url)[0] is not system
+
+
+def _ask(request: Callable[[Any, str], T], system: Any, place: str) -> T:
+    """Make a request. Raises PermissionError where access is refused, whatever the driver raises for that."""
+    try:
+        return request(system, place)
+    except Exception as error:
+        if isinstance(error, PermissionError) or not _is_refused(error):
+            raise
+        raise PermissionError(errno.EACCES, describe(error)) from error
+
+
+def _kind(system: Any, place: str) -> str:
+    """Do as Storage.kind, once.
+
+    A driver's isdir and exists return False also where the server does not answer.
+    """
+    try:
+        return str(system.info(place)["type"])
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        # S3 gives no reason for a refused look at an object, and may let a user list the folder alone.
+        if not isinstance(error, PermissionError) and error.errno != errno.EINVAL:
+            raise
+        try:
+            entries = system.ls(place, detail=True)
+        except FileNotFoundError:
+            entries = []
+        if all(entry["name"] == place for entry in entries):
+            raise
+        return "directory"
 
 
 def _mode(path: str) -> int:
@@ -455,8 +501,40 @@ class Retries:
             log.warning(f"{url}: can be read again, {seconds:.0f} s after that was logged.", extra=ANY_RANK)
 
 
+def _is_refused(error: BaseException) -> bool:
+    """Return whether a request failed because the user has no access, or none any more."""
+    if _is_token_late(error):
+        return False
+    answers = {answer_of(error), answer_of(error.__cause__)}  # s3fs's own errors have none
+    return isinstance(error, PermissionError) or not answers.isdisjoint((401, 403)) or _is_refused_as_told(error)
+
+
+def _is_refused_as_told(error: BaseException) -> bool:
+    """Do as _is_refused for what drivers tell by a text alone."""
+    if not isinstance(error, OSError):
+        return False
+    # S3 answers 400 to credentials that have expired, and to HEAD, of which s3fs's info consists, no more than that.
+    is_unexplained = error.errno == errno.EINVAL and error.strerror == "Bad Request"
+    return is_unexplained or str(error).startswith("Forbidden: ")  # gcsfs
+
+
+def _is_token_late(error: BaseException) -> bool:
+    """Return whether a token could not be renewed now, for which gcsfs raises what it raises for an answer of 401."""
+    refresh = error.__cause__
+    if refresh is None or type(refresh).__name__ != "RefreshError":
+        return False
+    cause = refresh.__cause__
+    return bool(getattr(refresh, "retryable", False)) or (cause is not None and passes_by_name(cause))
+
+
 def may_pass(error: BaseException) -> bool:
     """Return whether a request that failed so may succeed later."""
+    if _is_token_late(error):
+        return True
+    if _is_refused(error):
+        return False
+    if (answer := answer_of(error)) is not None:
+        return answer_may_change(answer)
     if isinstance(error, OSError):
         return not isinstance(error, _PERMANENT) and error.errno not in _PERMANENT_NUMBERS
     return passes_by_name(error)

@@ -21,8 +21,10 @@ from horovod_train.config.settings import Spec
 from horovod_train.data.augment import Augmentation, ChangeImage, ChooseBox, build_augmentations
 from horovod_train.data.batch_source import Tensors
 from horovod_train.data.schema import Feature, Schema
-from horovod_train.errors import UserError, one_line
+from horovod_train.errors import UserError, kind_of, one_line
 
+_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, tf.errors.InvalidArgumentError)
+"""What mistakes in a user's function raise."""
 _RATIOS = (1, 2, 4, 8)
 """Factors by which libjpeg can reduce an image while it decodes, at a fraction of the cost."""
 _SIDE = 4
@@ -411,6 +413,7 @@ def apply_preprocess(preprocess: Preprocess, name: str, inputs: Tensors, rows: i
         if not leaves or not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
             raise ValueError(f"expected a tensor, or tensors by name; received {results}")
         return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]), results)
-    except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
-        text = one_line(error)[:300]
-        raise UserError(f"data.preprocess: {name}, for inputs of {input_types}: {text}{raised_at(error)}") from error
+    except _MISTAKES as error:
+        kind = "" if isinstance(error, ValueError | tf.errors.InvalidArgumentError) else f"{kind_of(error)}: "
+        text = f"{kind}{one_line(error)[:300]}{raised_at(error)}"
+        raise UserError(f"data.preprocess: {name}, for inputs of {input_types}: {text}") from error

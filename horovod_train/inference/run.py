@@ -478,7 +478,8 @@ def _add_facts(path: Path, class_names: Sequence[str], taken: Sequence[Input], i
     if taken:
         made_of = {"features": inputs.features, "preprocess": inputs.preprocess} if inputs else {}
         facts["inputs.json"] = {"inputs": [one._asdict() for one in taken], **made_of}
-    texts = {name: json.dumps(content, ensure_ascii=False) for name, content in facts.items()}
+    # In ASCII, because names of folders, which are classes, need not be UTF-8.
+    texts = {name: json.dumps(content) for name, content in facts.items()}
     if path.suffix == ".keras":
         with zipfile.ZipFile(path, "a") as archive:
             for name, text in texts.items():

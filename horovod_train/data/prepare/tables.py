@@ -73,11 +73,15 @@ def join_splits(
     for name, array in arrays.items():
         other = eval_arrays.get(name)
         if other is None or other.shape[1:] != array.shape[1:] or other.dtype.kind != array.dtype.kind:
-            actual = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
-            expected = f"{array.dtype}{list(array.shape[1:])}"
-            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {actual}.")
+            actual = "nothing" if other is None else _form(other)
+            raise UserError(f"{eval_path}: {name}: expected {_form(array)}, as for training; received {actual}.")
     splits = split_by_fraction(records, arguments, len(next(iter(eval_arrays.values()))))
     return {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}, splits
+
+
+def _form(array: np.ndarray) -> str:
+    dtype = "text" if array.dtype.kind in "SUO" else array.dtype.name
+    return f"{dtype}{list(array.shape[1:])}"
 
 
 def _warn_of_rounding(numbers: np.ndarray, path: str, name: str) -> None:
@@ -197,12 +201,15 @@ def _write_csv(arguments: argparse.Namespace) -> None:
                 f"{arguments.file}: target {name} is text, which no loss takes. If these are classes, train on the "
                 f"file itself, with data.features: {{{name}: {{class_names: [...]}}}}; see: init table."
             )
-    eval_table = load_table(arguments.eval_file) if arguments.eval_file else None
-    if eval_table is not None:
+    eval_table: Arrays | None = None
+    if arguments.eval_file:  # text stays text where all of it reads as numbers, too
+        texts = {name for name, column in table.items() if column.dtype == object}
+        eval_table = load_table(arguments.eval_file, texts=texts)
         _check_names(arguments, arguments.eval_file, inputs, list(eval_table))
         text = next((name for name in inputs if joined and eval_table[name].dtype == object), None)
         if text is not None:
             raise UserError(f"{arguments.eval_file}: {text}: expected numbers, as for training; received text.")
+        _make_floats_alike([*inputs, *arguments.targets], {arguments.file: table, arguments.eval_file: eval_table})
 
     def choose(table: Arrays, path: str) -> Arrays:
         chosen = {name: table[name] for name in [*inputs, *arguments.targets]}
@@ -215,6 +222,15 @@ def _write_csv(arguments: argparse.Namespace) -> None:
 
     eval_arrays = eval_table and choose(eval_table, arguments.eval_file)
     _write(arguments, choose(table, arguments.file), eval_arrays, [VECTOR] if joined else inputs)
+
+
+def _make_floats_alike(names: Sequence[str], tables: Mapping[str, Arrays]) -> None:
+    """Make whole numbers floats in columns that are of floats in another table. tables: by path."""
+    for name in names:
+        kinds = {path: table[name].dtype.kind for path, table in tables.items() if name in table}
+        for path in [path for path in kinds if kinds[path] == "i" and "f" in kinds.values()]:
+            _warn_of_rounding(tables[path][name], path, name)
+            tables[path][name] = tables[path][name].astype(np.float32)
 
 
 def load_table(

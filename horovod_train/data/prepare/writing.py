@@ -132,13 +132,18 @@ def add_split_arguments(parser: argparse.ArgumentParser, of: str) -> None:
 def split_by_fraction(records: int, arguments: argparse.Namespace, extra: int | None = None) -> dict[str, np.ndarray]:
     """Draw --eval-fraction of 0 … records - 1 for evaluation and leave the others for training, both shuffled.
 
+    A fraction above 0 is at least one record. Raises UserError if none is left to train.
+
     extra: the number of records from `records` on that were given for evaluation; then none are drawn.
     """
     if extra is not None and arguments.eval_fraction:
         raise UserError("--eval-fraction: records for evaluation are given too; give one of them.")
     if not 0 <= arguments.eval_fraction < 1:
         raise UserError(f"--eval-fraction must be at least 0 and below 1; received {arguments.eval_fraction}.")
-    splits = split_by_count(records, math.floor(arguments.eval_fraction * records), arguments.seed)
+    eval_records = math.floor(arguments.eval_fraction * records) or int(arguments.eval_fraction > 0)
+    if eval_records == records:
+        raise UserError(f"--eval-fraction: {arguments.eval_fraction:g} of 1 record leaves none to train.")
+    splits = split_by_count(records, eval_records, arguments.seed)
     return splits if extra is None else {**splits, "eval": np.arange(records, records + extra)}
 
 
@@ -202,7 +207,9 @@ def _example(values: Values) -> bytes:
             continue
         array = np.asarray(value)
         if array.dtype.kind in "SU":
-            texts = [text.encode() if isinstance(text, str) else text for text in array.ravel().tolist()]
+            texts = array.ravel().tolist()
+            # A file's name may be any bytes.
+            texts = [text.encode(errors="surrogateescape") if isinstance(text, str) else text for text in texts]
             features[name] = Feature(bytes_list=BytesList(value=texts))
         elif np.issubdtype(array.dtype, np.floating):
             features[name] = Feature(float_list=FloatList(value=array.ravel()))

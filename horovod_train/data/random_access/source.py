@@ -311,6 +311,8 @@ def _stored_form(where: str, values: np.ndarray, settings: Mapping[str, Any]) ->
             raise UserError(f"{where}: expected numbers or text; the first record holds {value!r:.80}.")
         return {"type": "int64" if settings.get("class_names") else "bytes", "shape": shape}
     dtype = _STORED_AS.get(values.dtype.name, values.dtype.name)
+    if settings.get("class_names") and dtype in _RAW and "int" in dtype:
+        dtype = "int64"  # as of records that hold the names
     if dtype in ("int64", "float32"):
         return {"type": "int64" if dtype == "int64" else "float", "shape": shape}
     if dtype not in _RAW:

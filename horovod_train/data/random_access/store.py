@@ -350,7 +350,7 @@ def _convert_alike(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         texts = _as_bytes(values)
         return texts if texts is not None and texts.shape[1:] == shape else None
     if feature.class_names and (texts := _as_bytes(values)) is not None:
-        numbers = {name.encode(): number for number, name in enumerate(feature.class_names)}
+        numbers = {name.encode(errors="surrogateescape"): number for number, name in enumerate(feature.class_names)}
         numbers = {name.strip(): number for name, number in numbers.items()} | numbers
         found = [numbers.get(text, numbers.get(text.strip())) for text in texts.ravel()]
         fits = texts.shape[1:] == feature.shape and None not in found

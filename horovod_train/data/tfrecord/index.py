@@ -151,12 +151,8 @@ def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: 
         stored, current = _load(places, names, stamps)  # another process may have scanned meanwhile
         stale = [name for name in names if name not in current]
         if stale:
-            listed = set(storage.names(folder)) if is_remote(folder) else None
-            kept = {
-                base: entry
-                for base, entry in stored.items()
-                if (os.path.exists(os.path.join(folder, base)) if listed is None else base in listed)
-            }
+            there = _still_there(folder, stored, storage)
+            kept = {base: entry for base, entry in stored.items() if base in there}
 
             def save() -> float:
                 entries = kept | {os.path.basename(name): entry for name, entry in current.items()}
@@ -170,6 +166,16 @@ def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: 
                     saved_at = save()
             save()
     return current
+
+
+def _still_there(folder: str, names: Iterable[str], storage: Storage) -> set[str]:
+    """Return the names of which a folder may still have a file: all, if a store does not list it."""
+    if not is_remote(folder):
+        return {name for name in names if os.path.exists(os.path.join(folder, name))}
+    try:
+        return {*names}.intersection(storage.names(folder))
+    except OSError:  # a user may have the right to read a file alone; a store that fails says so when that is read
+        return {*names}
 
 
 def _load(places: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:

@@ -37,7 +37,16 @@ from horovod_train.distributed.watchdog.watch_thread import (
     WatchThread,
     Worker,
 )
-from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, UserError, one_line
+from horovod_train.errors import (
+    AlreadySaid,
+    FailedElsewhere,
+    RunError,
+    Stalled,
+    UserError,
+    kind_of,
+    one_line,
+    without_autograph,
+)
 from horovod_train.output.console import to_stderr, traceback_to_stderr
 from horovod_train.output.files import Artifact, remove
 from horovod_train.output.rank_log import RankLog
@@ -274,8 +283,8 @@ def _summarize(error: BaseException) -> str:
         return one_line(error)
     if operation := _NOT_IN_XLA.search(str(error)):
         return f"jit_compile: true, but XLA cannot compile the operation {operation[1]}; set jit_compile: false"
-    lines = (one_line(line) for line in str(error).splitlines())
+    lines = (one_line(line) for line in without_autograph(str(error)).splitlines())
     begun = itertools.dropwhile(lambda line: not line or _CONTEXT_LINE.match(line), lines)
     reason = one_line(" ".join(itertools.takewhile(lambda line: not _CONTEXT_LINE.match(line), begun)))
     hint = "; NCCL_DEBUG=WARN says more" if is_of_nccl(error) and "NCCL_DEBUG" not in reason else ""
-    return f"{type(error).__name__}: {reason[:300]}{hint}" if reason else type(error).__name__
+    return f"{kind_of(error)}: {reason[:300]}{hint}" if reason else kind_of(error)

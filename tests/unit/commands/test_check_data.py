@@ -46,6 +46,19 @@ def test_good_data_is_summed_up(data: Path, capsys: pytest.CaptureFixture[str]) 
     assert "label: " + ", ".join(f"{label}: 7" for label in range(10)) in lines
 
 
+def test_splits_of_tables_are_found_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, records in (("eval", 2), ("train", 3)):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        (tmp_path / "data" / split / "a.csv").write_text("x,y\n" + "1,2\n" * records)
+    assert run(check_data, tmp_path / "data") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" in ")[0] for line in lines if "records in" in line] == [
+        f"{tmp_path}/data/{split}: {records} records" for split, records in (("eval", 2), ("train", 3))
+    ]
+    with pytest.raises(UserError, match=r"Its folders have records: data\.train=.*/data/train\?$"):
+        open_records(DataConfig(train=(f"{tmp_path}/data",)), "train")
+
+
 def test_images_by_class_need_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of any size, as those of photos differ; a file that is no image is still a fault."""
     for number in range(6):
@@ -189,6 +202,23 @@ def test_a_config_says_what_to_check(data: Path, tmp_path: Path, capsys: pytest.
     assert "global batch 20, 4 steps" in capsys.readouterr().out
     assert run(check_data, "--config", config, "data.global_batch_size=8") == 0
     assert "12 records in 1 file or folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (4, r"data\.global_batch_size must be at least the number of ranks \(6\); received 4\."),
+        (60, r"data\.shuffle_mb: must be at least 5; received 1\."),
+    ],
+)
+def test_shares_that_a_run_refuses_are_refused(data: Path, tmp_path: Path, batch: int, said: str) -> None:
+    write_file(data / "train/0.tfrecord", [bytes(100_000)] * 40)
+    config = tmp_path / "a.yaml"
+    config.write_text(
+        f"data: {{train: {data}/train, global_batch_size: {batch}, shuffle_mb: 1}}\ntrain: {{epochs: 1}}\n"
+    )
+    with pytest.raises(UserError, match=said):
+        run(check_data, "--np", 6, "--config", config)
 
 
 @pytest.mark.parametrize("part", ["fold=1/5", "eval_fraction=0.2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -410,3 +411,13 @@ def test_missing_cells_are_counted_by_column_in_one_message(capsys: pytest.Captu
     complete = load_table("complete.csv")
     assert [column.dtype.kind for column in complete.values()] == ["i", "i", "i", "O"]
     assert complete["id"].tolist() == [n for n in range(20) if n % 4 != 3 and n % 5 != 2 and n % 10 != 6]
+
+
+def test_names_of_folders_need_not_be_utf8() -> None:
+    names = [os.fsdecode(b"caf\xe9"), "tea"]
+    for name in names:
+        Path("drinks", name).mkdir(parents=True)
+        for number in range(12):
+            keras.utils.save_img(f"drinks/{name}/{number}.png", np.zeros((8, 8, 3)))
+    assert main(["init", "images", "drinks"]) == 0
+    assert load(["config.yaml"])[0].data.features["label"]["class_names"] == names

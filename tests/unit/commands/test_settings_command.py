@@ -54,6 +54,8 @@ def test_the_schema_takes_the_resolved_config_of_a_run_directory() -> None:
         {"train": {"epoch": 1}},
         {"train": {"epochs": 0}},
         {"train": {"epochs": "two"}},
+        {"seed": 2**32},
+        {"data": {"eval_fraction": 1.5}},
         {"train": {"max_time": "1:2"}},
         {"horovod": {"op": "mean"}},
         {"model": {"nam": "mlp"}},

@@ -6,10 +6,12 @@ import inspect
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from conftest import PROJECT
 
 from horovod_train.config.registry import call, raised_at
 from horovod_train.config.settings import Spec
+from horovod_train.errors import kind_of, one_line
 
 
 @pytest.mark.parametrize("left_out", ["", "/", f"{PROJECT.parent}/", f"{PROJECT}/"])
@@ -22,6 +24,24 @@ def test_a_line_in_a_traceback_in_a_text_is_found_whatever_folders_its_files_lea
     frames = {f"{PROJECT}/horovod_train/main.py": 7, users: 40}
     lines = [f'File "{file.removeprefix(left_out)}", line {number}, in call' for file, number in frames.items()]
     assert raised_at(ValueError("\n".join(["unsupported operations", *lines]))) == f" (at {users}:40)"
+
+
+def look_up(records: tf.Tensor) -> tf.Tensor:
+    return {"a": records}["z"]
+
+
+def look_up_inside(records: tf.Tensor) -> tf.Tensor:
+    return look_up(records) if records.shape.rank else records
+
+
+def test_an_error_under_autograph_is_about_the_users_line() -> None:
+    """AutoGraph runs a temporary file, and tells the user's lines in the message."""
+    line = inspect.getsourcelines(look_up)[1] + 1
+    for function in (look_up, look_up_inside):
+        with pytest.raises(KeyError) as raised:
+            tf.function(function).get_concrete_function(tf.TensorSpec([None]))
+        assert raised_at(raised.value) == f" (at {__file__}:{line})"
+        assert f"{kind_of(raised.value)}: {one_line(raised.value)}" == "KeyError: 'z'"
 
 
 def test_a_class_that_does_not_tell_what_it_takes_is_called_all_the_same() -> None:

@@ -120,7 +120,10 @@ def test_credentials_that_expire_are_read_anew(
     give("second")
     server.expired = {"first"}
     assert kept.read(URL, 512, 256) == CONTENT[512:768]
+    give("third")
     server.expired = {"first", "second"}
+    assert kept.stamp(URL).size == len(CONTENT), "S3 tells HEAD no reason"
+    server.expired = {"first", "second", "third"}
     before = server.requests
     with pytest.raises(PermissionError, match="The provided token has expired"):
         kept.read(URL, 0, 10)

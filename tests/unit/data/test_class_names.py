@@ -48,10 +48,25 @@ def test_a_long_text_in_place_of_a_name_is_shown_short_wherever_the_record_is_na
     assert len(fault) < len(str(tmp_path)) + 400
 
 
+@pytest.mark.parametrize("form", ["npz", "parquet", "hdf5"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint16", "uint32", "int64", "bool"])
+def test_labels_of_any_whole_numbers_have_names(dtype: str, form: str, tmp_path: Path) -> None:
+    labels = np.array([1, 0, 1], dtype)
+    path = WRITERS[form](tmp_path, {"x": np.arange(3, dtype=np.float32), "y": labels})
+    names = {"y": {"class_names": ["no", "yes"]}}
+    config = DataConfig(train=(str(path),), targets=("y",), features=names, shuffle=False)
+    pipeline = build_pipeline(
+        open_records(config, "train"), config, Ranks(0, 1), seed=0, training=True, global_batch_size=3
+    )
+    (batch,) = batches(pipeline)
+    assert np.asarray(batch.targets).tolist() == labels.tolist()
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"type": "bytes", "class_names": NAMES}, "class_names is for type int64"),
+        ({"type": "bytes", "decode": "raw", "raw_dtype": "float64", "class_names": NAMES}, "this one is float64"),
         ({"type": "int64", "class_names": ["a", "a"]}, "'a' is given twice"),
         ({"type": "int64", "class_names": NAMES, "classes": 4}, "has 3 names, and classes is 4"),
     ],

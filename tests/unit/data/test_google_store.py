@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -25,18 +27,26 @@ from gcp_storage_emulator.handlers.buckets import create_bucket
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage as Emulated
 
+from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.globs import matching
 from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError
 
+auth: Any = gcsfs.credentials.gauth.exceptions
 BUCKET = "bucket"
 
 
 class Versioned(RequestHandler):
     """Answers 404 where an older version is asked for, as the service does if it keeps none; the emulator would not."""
 
+    spoilt: Iterator[int] = iter(())
+    """What the next requests are answered in place of what they ask for."""
+
     def do_GET(self) -> None:
+        if answer := next(self.spoilt, 0):
+            self.send_error(answer)
+            return
         asked = re.search(r"/b/([^/]+)/o/([^/?]+)\?.*\bgeneration=(\d+)", self.path)
         if asked and self.storage.get_file_obj(asked[1], unquote(asked[2]))["generation"] != asked[3]:
             self.send_error(404)
@@ -86,6 +96,59 @@ def test_an_object_put_in_its_place_with_the_same_length_is_refused(store: Any) 
     with pytest.raises(UserError, match=rf"^{url}: was changed while in use: the version that it had is not there"):
         storage.read(url, 0, 3)
     assert Storage().stamp(url) != before
+
+
+@pytest.mark.parametrize("answer", [401, 403])
+def test_refused_credentials_are_read_anew_once(store: Any, answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.pipe(f"{BUCKET}/a", b"content")
+    kept, url = Storage(retry_s=60), f"gs://{BUCKET}/a"
+    with pytest.raises(PermissionError), spoiling(monkeypatch, itertools.repeat(answer)):
+        kept.stamp(url)
+    assert kept.read(url, 0, 7) == b"content"
+    with spoiling(monkeypatch, iter([answer])):
+        assert kept.read(url, 0, 7) == b"content"
+    asked = itertools.chain([answer] * 2, [0])
+    with pytest.raises(PermissionError), spoiling(monkeypatch, asked):
+        kept.read(url, 0, 7)
+    assert list(asked) == [0], "a refusal is no failure that may pass"
+
+
+@contextmanager
+def spoiling(monkeypatch: pytest.MonkeyPatch, answers: Iterator[int]) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(Versioned, "spoilt", answers)
+        yield
+
+
+def late(why: Exception) -> Exception:
+    """Return the error of a token that is not renewed, as of compute_engine.Credentials."""
+    refresh: Exception = auth.RefreshError(why)
+    refresh.__cause__ = why
+    return refresh
+
+
+@pytest.mark.parametrize(
+    ("answer", "why", "may_pass"),
+    [
+        (400, None, False),
+        (401, None, False),
+        (401, auth.RefreshError("invalid_grant"), False),
+        (401, auth.RefreshError("internal_failure", retryable=True), True),
+        (401, late(auth.TransportError("the metadata server does not answer")), True),
+        (403, None, False),
+        (404, None, False),
+        (429, None, True),
+        (502, None, True),
+        (503, None, True),
+    ],
+)
+def test_which_answers_may_change(answer: int, why: Exception | None, *, may_pass: bool) -> None:
+    try:
+        gcsfs.retry.validate_response(answer, b'{"error": {"message": "Invalid Credentials"}}', "b/bucket/o/a")
+    except Exception as error:
+        error.__cause__ = why
+        found = storage.may_pass(error)
+    assert found is may_pass
 
 
 def test_what_is_not_there_is_named(store: Any) -> None:

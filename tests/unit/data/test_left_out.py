@@ -112,6 +112,18 @@ def test_what_a_run_writes_beside_records_is_not_left_out(tmp_path: Path) -> Non
     assert "1 file is left out: b.csv. Read are only *.parquet." in notes(tmp_path / "tables")[0]
 
 
+def test_an_index_is_no_file_of_records(tmp_path: Path) -> None:
+    """Records of other names are read by a glob, whose index is in their folder; it ends as arrays do."""
+    folder = make_images(tmp_path / "train", (5,))
+    (folder / "0.tfrecord").rename(folder / "part-0")
+    assert open_records(config(folder / "part-*"), "train").num_records == 5
+    assert (folder / "index.npz").exists()
+    with pytest.raises(
+        UserError, match=r"holds no \*\.tfrecord\* files\. It holds .*; name other files with a glob\.$"
+    ):
+        open_records(config(folder), "train")
+
+
 def test_files_beside_arrays_are_named(tmp_path: Path) -> None:
     folder = write_npy(tmp_path, ARRAYS)
     assert notes(folder) == []

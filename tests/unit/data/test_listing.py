@@ -14,9 +14,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from horovod_train.data.files import list_files, record_folders
+from horovod_train.data.files import FileList, list_files, record_folders
 from horovod_train.data.globs import matching
 from horovod_train.data.random_access.images import images_at
+from horovod_train.data.tfrecord.index import scan
 from horovod_train.errors import ReadFailed, RunError, UserError
 
 FILES = (
@@ -170,17 +171,35 @@ def test_no_wildcard_stands_for_lost_and_found(pattern: str, names: list[str], m
         list_files([str(mount / "lost+found" / "*")], "data.train", ["*.tfrecord*"])
 
 
-def test_a_glob_stands_for_files_of_records_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+def test_a_glob_stands_for_files_of_records_alone(scheme: str, tmp_path: Path) -> None:
+    folder = f"{scheme}{tmp_path}"
     for name in ("eval/0.tfrecord", "train/1.tfrecord", "dataset.json", "train/index.npz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+        fsspec.filesystem("memory").pipe(f"memory:/{tmp_path}/{name}", b"")
 
-    def listed(path: Path) -> list[str]:
-        return list_files([str(path)], "data.train", ["*.tfrecord"]).files
+    def listed(path: str) -> FileList:
+        return list_files([f"{folder}/{path}"], "data.train", ["*.tfrecord"])
 
-    found = [str(tmp_path / name) for name in ("eval/0.tfrecord", "train/1.tfrecord")]
-    assert listed(tmp_path / "**") == listed(tmp_path / "*/*") == found
+    found = [f"{folder}/{name}" for name in ("eval/0.tfrecord", "train/1.tfrecord")]
+    assert listed("**").files == listed("*/*").files == listed("*/[01].*").files == found
+    assert listed("*/1.tfrecord").files == found[1:]
     with pytest.raises(UserError, match=r"/\* fits folders only; name their files: .*/\*/\*$"):
-        listed(tmp_path / "*")
+        listed("*")
     with pytest.raises(UserError, match=r"Its folders have some: data\.train=.*/train\?$"):
-        listed(tmp_path)
+        listed("")
+    (tmp_path / "2.tfrecord").touch()
+    fsspec.filesystem("memory").pipe(f"memory:/{tmp_path}/2.tfrecord", b"")
+    assert listed("*").files == [f"{folder}/2.tfrecord"]
+    assert "2 files are left out: eval/, train/." in listed("*").notes[0]
+
+
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+def test_a_folder_whose_name_is_that_of_a_file_is_no_empty_file(scheme: str, tmp_path: Path) -> None:
+    """As Spark names the folders that it writes."""
+    (tmp_path / "a.tfrecord").mkdir()
+    fsspec.filesystem("memory").pipe(f"memory:/{tmp_path}/a.tfrecord/part-0", b"")
+    (file,) = list_files([f"{scheme}{tmp_path}"], "data.train", ["*.tfrecord"]).files
+    with pytest.raises(UserError, match=r"/a\.tfrecord: cannot be read: Is a directory\.$"):
+        scan(file)

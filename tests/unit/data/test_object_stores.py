@@ -101,8 +101,8 @@ def test_globs_files_and_lists_name_what_they_name_on_disk(store: Store, tmp_pat
         assert all(part.path.startswith("memory://bucket") for part in found)
 
 
-def load_data(tmp_path: Path, train: list[str]) -> Any:
-    words = ["data.global_batch_size=8", "train.epochs=1", f"data.index_dir={tmp_path / 'indexes'}"]
+def load_data(tmp_path: Path, train: list[str], *more: str) -> Any:
+    words = ["data.global_batch_size=8", "train.epochs=1", f"data.index_dir={tmp_path / 'indexes'}", *more]
     return load([], [f"data.train=[{', '.join(train)}]", *words])[0].data
 
 
@@ -129,6 +129,23 @@ def test_the_index_is_kept_and_files_that_change_are_scanned_again(
     (where,) = paths_beside(store.train, INDEX_NAME, str(tmp_path / "indexes"))
     assert set(load_entries(where)) == {"0.tfrecord", "1.tfrecord", "2.tfrecord"}
     assert not store.files.exists(f"{store.train}/index.npz")
+
+
+def test_files_are_indexed_though_their_folder_is_not_listed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list only tells which entries of the index are of files that are gone."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(type(store.files), "ls", refuse)
+    features = "data.features={label: {type: int64}}", "data.inputs=label"
+    for number, records in enumerate((300, 7, 23)):
+        named = load_data(tmp_path, [f"{store.train}/{number}.tfrecord"], *features)
+        assert open_records(named, "train").num_records == records
+    (where,) = paths_beside(store.train, INDEX_NAME, str(tmp_path / "indexes"))
+    assert set(load_entries(where)) == {"0.tfrecord", "1.tfrecord", "2.tfrecord"}
 
 
 def test_staged_blocks_are_not_read_again(store: Store, tmp_path: Path, asked: list[Callable[[str], None]]) -> None:
@@ -179,6 +196,50 @@ def test_requests_that_fail_are_repeated(
     expected = batches(pipeline(data(store, tmp_path)))
     asked.append(failing(9, lambda: OSError(errno.EIO, "500")))
     assert same(batches(pipeline(data(store, tmp_path))), expected)
+
+
+def failing_looks(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Errors that the next looks at paths of the store raise, the last one first."""
+    kind, errors = type(fsspec.filesystem("memory")), list[Exception]()
+    info = kind.info
+
+    def fail(self: Any, path: str, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return info(self, path, **options)
+
+    monkeypatch.setattr(kind, "info", fail)
+    return errors
+
+
+def test_a_look_that_fails_is_repeated(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's own answer, that there is no folder, would make it a file of records."""
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+    errors = failing_looks(monkeypatch)
+    for look, url, expected in (
+        (Storage.is_folder, store.train, True),
+        (Storage.is_folder, f"{store.train}/0.tfrecord", False),
+        (Storage.exists, store.train, True),
+        (Storage.exists, f"{store.train}/0.tfrecord", True),
+        (Storage.exists, f"{store.train}/9.tfrecord", False),
+    ):
+        errors += [OSError("502"), TimeoutError()]
+        assert look(Storage(30), url) is expected
+        errors.append(OSError("502"))
+        with pytest.raises(OSError, match="502; tried for 0 s"):
+            look(Storage(0), url)
+
+
+def test_a_user_may_have_the_right_to_list_a_folder_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As S3 allows: a policy for a prefix."""
+    errors, kept = failing_looks(monkeypatch), Storage()
+    for refused in (PermissionError("Forbidden"), OSError(errno.EINVAL, "Bad Request")):
+        errors += [refused] * 4
+        assert kept.is_folder(store.train)
+        for name in ("0.tfrecord", "9.tfrecord"):
+            with pytest.raises(OSError, match=r"Forbidden|Bad Request"):
+                kept.is_folder(f"{store.train}/{name}")
+        assert kept.exists(store.train)
 
 
 def test_a_request_that_fails_for_good_ends_the_reading_in_one_line(
@@ -280,6 +341,7 @@ Refused: type[Exception] = type("EndpointConnectionError", (type("ConnectionErro
         (FileNotFoundError(), False),
         (PermissionError("403"), False),
         (OSError(errno.EINVAL, "InvalidBucketName"), False),
+        (OSError(errno.EREMCHG, "The bucket must be addressed using the specified endpoint"), False),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), False),
         (ValueError("a mistake of ours"), False),
     ],

@@ -14,6 +14,7 @@ from made_records import example, image_record
 from horovod_train.data.parsing import FixedLayout, FunctionParser, NotPlain, SchemaParser
 from horovod_train.data.reader import parse_usable
 from horovod_train.data.schema import Feature
+from horovod_train.errors import UserError
 
 FEATURES = {
     "label": Feature("int64"),
@@ -101,6 +102,16 @@ def test_a_record_that_tensorflow_alone_cannot_parse_is_a_bad_one() -> None:
     assert arrays["y"].tolist() == [[1, 2], [1, 2]]
     assert bad == {1: "1: TensorFlow cannot parse it as its features say"}
     assert parse_usable(parser, np.arange(1), [record], {}, lambda at, problem: problem)[0] == {}
+
+
+@pytest.mark.parametrize("name", ["z", "length"])
+def test_a_mistake_in_a_users_function_is_told_with_its_line(name: str) -> None:
+    def mistaken(records: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"length": {"length": records}[name].no_such_attribute}
+
+    said = "KeyError: 'z'" if name == "z" else "AttributeError: .* has no attribute 'no_such_attribute'"
+    with pytest.raises(UserError, match=rf"^data\.parse: mistaken cannot be traced: {said} \(at {__file__}:\d+\)$"):
+        FunctionParser(mistaken, "mistaken")
 
 
 def test_what_a_users_assertion_says_is_the_problem() -> None:

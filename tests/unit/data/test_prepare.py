@@ -108,6 +108,34 @@ def test_held_out_arrays_of_another_shape_are_refused(tmp_path: Path) -> None:
             tmp_path / "out")  # fmt: skip
 
 
+def test_held_out_lines_are_typed_as_those_for_training(tmp_path: Path) -> None:
+    """Of one file all cells of a column may be whole numbers, or read as numbers."""
+    (tmp_path / "mixed.csv").write_text("zip,x,y\nA12,1.5,2\n01234,2.5,3\n")
+    (tmp_path / "plain.csv").write_text("zip,x,y\n01234,1,0.5\n777,2,1\n")
+    mixed, plain = tmp_path / "mixed.csv", tmp_path / "plain.csv"
+    run("csv", "--file", mixed, "--eval-file", plain, "--targets", "y", "--out", tmp_path / "out")
+    (batch, *_) = batches(pipeline(config(tmp_path / "out/eval"), training=False))
+    columns = (*batch.inputs.values(), batch.targets)
+    assert {*zip(*(column.tolist() for column in columns), strict=True)} == {(b"01234", 1, 0.5), (b"777", 2, 1)}
+    words = ["csv", "--file", plain, "--eval-file", mixed, "--targets", "y"]
+    run(*words, "--inputs", "x", "--out", tmp_path / "numbers")
+    assert sorted((*x, y) for x, y in values(tmp_path / "numbers").values()) == [(1, 0.5), (2, 1)]
+    assert sorted((*x, y) for x, y in values(tmp_path / "numbers", "eval").values()) == [(1.5, 2), (2.5, 3)]
+    with pytest.raises(UserError, match=r"mixed\.csv: zip: expected int64\[\], as for training; received text\[\]\."):
+        run(*words, "--separate", "--targets", "zip", "--inputs", "x", "--out", tmp_path / "no")
+
+
+def test_a_small_fraction_of_few_records_is_one(tmp_path: Path) -> None:
+    for records in (7, 1):
+        np.savez(tmp_path / f"{records}.npz", x=np.zeros((records, 3), np.float32))
+    words = ["npz", "--inputs", "x", "--eval-fraction", "0.1", "--out", tmp_path / "out"]
+    run(*words, "--file", tmp_path / "7.npz")
+    counts = json.loads((tmp_path / "out/dataset.json").read_text())["counts"]
+    assert counts == {"train": 6, "eval": 1}
+    with pytest.raises(UserError, match=r"--eval-fraction: 0\.1 of 1 record leaves none to train\."):
+        run(*words, "--file", tmp_path / "1.npz", "--force")
+
+
 def test_held_out_idx_files_stay_apart(tmp_path: Path) -> None:
     train = [idx(tmp_path / "i", np.zeros((20, 2, 2))), idx(tmp_path / "l", np.zeros(20))]
     held_out = [idx(tmp_path / "ei", np.full((9, 2, 2), 255)), idx(tmp_path / "el", np.ones(9))]
@@ -235,6 +263,24 @@ def test_image_folders_become_records(tmp_path: Path) -> None:
     assert {"image/encoded", "image/class/label", "image/class/text", "image/filename"} <= set(names)
     described = json.loads((tmp_path / "out/dataset.json").read_text())["features"]["image/class/label"]
     assert described["class_names"] == ["cat", "dog"]
+
+
+def test_names_of_images_and_classes_need_not_be_utf8(tmp_path: Path) -> None:
+    for name in (b"caf\xe9", b"tea"):
+        folder = Path(os.fsdecode(os.fsencode(tmp_path / "images") + b"/" + name))
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / os.fsdecode(b"\xe9.png"))
+    run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
+    texts = set()
+    for raw in tf.data.TFRecordDataset([str(path) for path in (tmp_path / "out/train").glob("*.tfrecord")]):
+        features = tf.train.Example.FromString(raw.numpy()).features.feature
+        texts.add(tuple(features[f"image/{name}"].bytes_list.value[0] for name in ("class/text", "filename")))
+    assert {text for text, _ in texts} == {b"caf\xe9", b"tea"}
+    assert all(name.endswith(b"\xe9.png") for _, name in texts)
+    assert open_records(config(tmp_path / "out/train"), "train").schema.class_names["image/class/label"] == (
+        os.fsdecode(b"caf\xe9"),
+        "tea",
+    )
 
 
 def test_token_samples_are_labelled_by_the_kind_they_hold_most_of(tmp_path: Path) -> None:

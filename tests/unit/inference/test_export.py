@@ -303,14 +303,15 @@ def test_the_file_says_what_it_takes_and_of_what_that_is_made(tmp_path: Path, na
     model = keras.Sequential([keras.Input((4,), name="numbers"), keras.layers.Dense(2)])
     stored = {"image": {"type": "int64", "shape": [4], "scale": 0.5}}
     inputs = ModelInputs((Input("image", "float32", (None, 4)),), is_dict=False, features=stored)
-    write_model(model, tmp_path / name, ["a", "b"], inputs)
+    classes = ["a", "caf\udce9"]  # as Python takes a folder's name that is no UTF-8
+    write_model(model, tmp_path / name, classes, inputs)
     check_out("--out", str(tmp_path / name), KERAS_FILE if name.endswith(".keras") else SAVED_MODEL)
     if name.endswith(".keras"):
         texts = {file: zipfile.ZipFile(tmp_path / name).read(file) for file in ("inputs.json", "class_names.json")}
     else:
         texts = {path.name: path.read_bytes() for path in (tmp_path / name / "assets.extra").iterdir()}
     assert {file: json.loads(text) for file, text in texts.items()} == {
-        "class_names.json": ["a", "b"],
+        "class_names.json": classes,
         "inputs.json": {
             "inputs": [{"name": "numbers", "dtype": "float32", "shape": [None, 4]}],
             "features": stored,

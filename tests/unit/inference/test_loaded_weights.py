@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import pytest
 
 from horovod_train.checkpoint.layout import Checkpoint, Facts, verify
 from horovod_train.checkpoint.tensors import write
+from horovod_train.commands import evaluate
 from horovod_train.commands.cli import add_run_arguments, choose_run, chosen_weights
 from horovod_train.config.loader import as_dict, dump, load
+from horovod_train.config.settings import Config, DataConfig
 from horovod_train.errors import UserError
+from horovod_train.inference import run as inference
 from horovod_train.inference.run import Weights, load_weights
 
 
@@ -77,6 +82,14 @@ def test_auto_means_for_figures_the_weights_that_were_evaluated(
     parser = argparse.ArgumentParser()
     add_run_arguments(parser)
     assert chosen_weights(parser.parse_args(["runs/a", *given]), as_evaluated=as_evaluated) == chosen
+
+
+def test_figures_that_are_not_finite_are_json_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "choose_run", lambda _: (Config(data=DataConfig(eval=("a",))), "checkpoint"))
+    monkeypatch.setattr(evaluate, "look_before_start", lambda *_, **__: None)
+    monkeypatch.setattr(inference, "evaluate", lambda *_: {"step": 3, "loss": math.nan})
+    evaluate.run(argparse.Namespace(out=str(tmp_path / "figures.json"), weights=None))
+    assert json.loads((tmp_path / "figures.json").read_text(), parse_constant=pytest.fail) == {"step": 3, "loss": None}
 
 
 def test_averages_of_a_part_are_taken_with_the_weights_of_the_rest(tmp_path: Path) -> None:

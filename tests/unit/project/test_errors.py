@@ -34,6 +34,14 @@ def answer(status: int) -> requests.Response:
     return made
 
 
+class ClientError(Exception):
+    """As that of botocore."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.response = {"Error": {"Code": str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
 class Timeout(Exception):
     """As that of requests."""
 
@@ -52,6 +60,8 @@ class Timeout(Exception):
         (requests.exceptions.HTTPError("503", response=answer(503)), True),
         (requests.exceptions.HTTPError("404", response=answer(404)), False),
         (requests.exceptions.InvalidURL("no host"), False),
+        (ClientError(503), True),
+        (ClientError(403), False),
         (urllib.error.URLError("no route"), True),
         (urllib.error.HTTPError("http://a", 404, "not found", Message(), None), False),
         (urllib.error.HTTPError("http://a", 503, "busy", Message(), None), True),
