@@ -19,7 +19,7 @@ from horovod_train.data.batch_source import Batch
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside
-from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.errors import RunError, UserError, kind_of, one_line
 from horovod_train.keras_seams import method_replaced, results_noted
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
@@ -316,7 +316,7 @@ def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
     shapes = tf.nest.map_structure(lambda each: f"{each.dtype.name}{each.shape}", shown)
     text, _, _ = str(error).partition("Arguments received by ")  # which Keras adds
     reason = one_line(text)[-400:] + raised_at(error)
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, ValueError) else f"{kind_of(error)}: "
     return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"
 
 
