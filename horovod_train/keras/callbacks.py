@@ -7,6 +7,7 @@ too, because scripts say hvd.callbacks.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 from threading import Thread
@@ -62,6 +63,11 @@ _FILE_WRITERS = tuple(
     for name in ("ModelCheckpoint", "OrbaxCheckpoint", "TensorBoard", "CSVLogger", "ProgbarLogger")
     if hasattr(keras.callbacks, name)  # Keras 3.12, the last for Python 3.10, has no OrbaxCheckpoint
 )
+_COLLECTIVES = {
+    *("allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "alltoall", "reducescatter", "broadcast"),
+    *("grouped_reducescatter", "broadcast_object", "allgather_object", "broadcast_variables", "barrier", "join"),
+}
+"""What all ranks must call together. Without `join`, which texts have too."""
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 log = logging.getLogger(__name__)
 
@@ -87,10 +93,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     hvd.broadcast_model(model, optimizer) also sends the state of another.
 
     Other callbacks of the same `fit`: ModelCheckpoint, OrbaxCheckpoint, TensorBoard, CSVLogger and the progress bar run
-    on root only; EarlyStopping, ReduceLROnPlateau and, at the end of an epoch, checkpoints with save_best_only decide
-    on means over the ranks, with or without MetricAverageCallback; TerminateOnNaN stops all ranks after the batch in
-    which one has such a loss; of BackupAndRestore, which comes after this callback, root writes, and all ranks continue
-    from what root has. It is refused in an elastic script.
+    on root only, or on the first rank that has one; so do classes derived from them that call no collective.
+    EarlyStopping, ReduceLROnPlateau and, at the end of an epoch, checkpoints with save_best_only decide on means over
+    the ranks, with or without MetricAverageCallback; TerminateOnNaN stops all ranks after the batch in which one has
+    such a loss; of BackupAndRestore, which comes after this callback, root writes, and all ranks continue from what
+    root has. It is refused in an elastic script.
 
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
     which each rank keeps its own value and optimizer state, as of those that an optimizer's register_local_var names.
@@ -133,7 +140,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 callback.root_rank = self.root_rank
         is_shared = guards.files_on_root_only
         if is_shared:
-            _keep_to_root(callbacks, self.root_rank)
+            _keep_to_one_rank(callbacks, self.root_rank)
         needs_averages, all_decide, self._compares_losses = _find_needs(callbacks, self, shares_backup=is_shared)
         self._averages = MetricAverageCallback(self._device) if needs_averages else None
         if self._averages and not all_decide:
@@ -404,21 +411,48 @@ def _check_contents(model: keras.Model, root_rank: int) -> None:
             )
 
 
-def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
-    """Replace callbacks that write files or show progress by one that does nothing, on all ranks except root_rank."""
-    if hvd.rank() == root_rank:
-        return
-    writers = _take_out(callbacks, _FILE_WRITERS)
-    names = [type(writer).__name__ for writer in writers if not isinstance(writer, keras.callbacks.ProgbarLogger)]
-    if names and hvd.rank() == (1 if root_rank == 0 else 0):
-        _say_who_writes(", ".join(names), "runs" if len(names) == 1 else "run", root_rank)
+def _keep_to_one_rank(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
+    """Collective: replace callbacks that write files or show progress by one that does nothing, on all ranks but one.
+
+    That is root_rank, or the first that has one of the class. A class of the user's that exchanges with other ranks
+    stays on those that have it: they would wait for it.
+    """
+    numbers = [
+        number
+        for number, callback in enumerate(callbacks)
+        if isinstance(callback, _FILE_WRITERS) and not _calls_collectives(type(callback))
+    ]
+    kinds = [type(callbacks[number]).__name__ for number in numbers]
+    having: dict[str, list[int]] = {}
+    for rank, kinds_there in enumerate(objects.gather(sorted(set(kinds)), "fit.writers")):
+        for kind in kinds_there:
+            having.setdefault(kind, []).append(rank)
+    writers = {kind: root_rank if root_rank in ranks else ranks[0] for kind, ranks in having.items()}
+    for number, kind in zip(numbers, kinds, strict=True):
+        if writers[kind] != hvd.rank():
+            callbacks[number] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
+    for writer in sorted(set(writers.values())):
+        of_writer = [kind for kind in dict.fromkeys(kinds) if writers[kind] == writer]
+        others = [rank for kind in of_writer for rank in having[kind] if rank != writer]
+        shown = [kind for kind in of_writer if kind != keras.callbacks.ProgbarLogger.__name__]
+        if shown and others and hvd.rank() == min(others):
+            _say_who_writes(", ".join(shown), "runs" if len(shown) == 1 else "run", writer)
+
+
+def _calls_collectives(kind: type) -> bool:
+    """Return whether methods that a user has written for a class of callbacks name a collective of Horovod's."""
+    of_users = [parent for parent in kind.__mro__ if not parent.__module__.startswith(("keras.", "builtins"))]
+    codes = [method.__code__ for parent in of_users for method in vars(parent).values() if inspect.isfunction(method)]
+    for code in codes:  # grows by what is defined inside
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return any(not _COLLECTIVES.isdisjoint(code.co_names) for code in codes)
 
 
 @functools.cache
-def _say_who_writes(names: str, verb: str, root_rank: int) -> None:
+def _say_who_writes(names: str, verb: str, rank: int) -> None:
     """Say it the first time; a script may call `fit` often."""
     log.warning(
-        f"{names} {verb} on rank {root_rank} only, so that no file is written by several ranks; "
+        f"{names} {verb} on rank {rank} only, so that no file is written by several ranks; "
         "hvd.init(files_on_root_only=False) lets all ranks write."
     )
 

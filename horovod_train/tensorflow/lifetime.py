@@ -27,7 +27,7 @@ from horovod_train.distributed.start import StartedProcess, form_group, start_pr
 from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
 from horovod_train.distributed.watchdog.watch_thread import end_process
 from horovod_train.distributed.watchdog.watchdog import RunEnd, as_seconds, open_watchdog, stall_environment
-from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.errors import AlreadySaid, RunError, UserError, without_autograph
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import RankLog
 from horovod_train.tensorflow import agreement
@@ -248,7 +248,7 @@ class _Watch:
             except AlreadySaid as outcome:
                 self._exit_code = outcome.exit_code
         elif isinstance(error, RunError):
-            to_stderr(f"error: {error}")
+            to_stderr(f"error: {without_autograph(str(error))}")
             self._exit_code = error.exit_code
         else:
             self._previous_excepthook(kind, error, traceback)

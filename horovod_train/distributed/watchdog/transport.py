@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import random
 import secrets
 import select
@@ -17,6 +18,7 @@ import socket
 import struct
 import time
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 Message = dict[str, Any]
 
@@ -34,6 +36,19 @@ SPARE_PENDING = 32
 """In addition to one for each rank, because all may connect at the same moment."""
 _ACCEPTS_PER_TURN = 64
 _PAUSE_S = 1.0
+
+
+_sockets: WeakSet[socket.socket] = WeakSet()
+"""Those of this process. A process that it forks, as multiprocessing's pools do, would keep them open, and nobody would
+be told that this one was killed."""
+
+
+def _leave_to_parent() -> None:
+    for each in _sockets:
+        each.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Address(NamedTuple):
@@ -63,6 +78,7 @@ class Connection:
     def __init__(self, connected: socket.socket, peer: int) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _sockets.add(connected)
         self.socket = connected
         self._peer = peer
         self._unfinished = b""
@@ -139,6 +155,7 @@ class Server:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._port = socket.create_server((host, 0), family=family, backlog=1024)
         self._port.setblocking(False)
+        _sockets.add(self._port)
         self.address = Address(host, self._port.getsockname()[1], secrets.token_hex(16))
         self._size = size
         self._selector = selectors.DefaultSelector()
@@ -211,6 +228,7 @@ class Server:
             if len(self._pending) >= self._size + SPARE_PENDING:
                 self._drop_oldest()
             connection.setblocking(False)
+            _sockets.add(connection)
             self._pending[connection] = (b"", time.monotonic() + HELLO_WITHIN_S)
             self._selector.register(connection, selectors.EVENT_READ)
 

@@ -249,6 +249,7 @@ def _end_batch(run: Run, step: int) -> StopReason | None:
 
 def _end_epoch(run: Run, step: int) -> StopReason | None:
     epoch = step // run.parts.train.steps_per_epoch
+    _settle(run)
     logs = run.group.broadcast_object(_logs(run, step))
     tell(run, step, "on_epoch_end", epoch - 1, logs=logs)
     run.parts.callbacks.epoch_ended_at = step
@@ -259,6 +260,12 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
         reason = _stop(run)
     run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason
+
+
+def _settle(run: Run) -> None:
+    """Collective: make weights equal on all ranks before callbacks read them, or change them by what they are."""
+    with run.outside_training(HOOK, "exchanging weights for callbacks"):
+        run.state.settle(run.group)
 
 
 def _logs(run: Run, step: int) -> dict[str, float]:
@@ -275,6 +282,8 @@ def end_callbacks(run: Run, step: int) -> None:
     averages, callbacks = run.state.averages, run.parts.callbacks
     if callbacks.train_ended_at == step:
         return
+    if callbacks:
+        _settle(run)
     logs = run.group.broadcast_object(_logs(run, step))
     # As `fit` does: with use_ema it ends with the averages in the model, and with what callbacks make of them.
     with averages.in_place() if averages.are_of_optimizer else nullcontext():

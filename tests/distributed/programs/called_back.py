@@ -44,6 +44,7 @@ facts = {
     "overwritten": called_back("overwritten", [NOTES], *AVERAGED, OPTIMIZER + ", ema_overwrite_frequency: 3}}"),
     "mean": called_back("mean", MEAN, *CYCLICAL),
     "mean, resumed": resumed("mean, resumed", MEAN, *CYCLICAL, STOPPED),
+    "mean, local": called_back("mean, local", MEAN, *CYCLICAL, *LOCAL, "data.eval=[]"),
     "local": called_back("local", [], *LOCAL),
     "local, resumed": resumed("local, resumed", [], *LOCAL, 'hooks=["user_hooks:stop_at_17"]'),
     "ended": run("ended", "enough_at_6", "note"),

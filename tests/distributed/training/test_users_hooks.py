@@ -172,6 +172,16 @@ def test_weights_are_overwritten_with_averages_as_fit_does(rank_facts: RankFacts
 
 
 @pytest.mark.long
+def test_callbacks_see_the_same_weights_on_all_ranks_at_the_end_of_an_epoch_also_under_local(
+    rank_facts: RankFacts,
+) -> None:
+    """Without an evaluation there, before which ranks exchange anyway: the epoch ends between two exchanges."""
+    root, other = (facts["mean, local"] for facts in rank_facts("called_back", *WAY))
+    assert (root["code"], other["code"]) == (0, 0)
+    assert root["told"] == other["told"]
+
+
+@pytest.mark.long
 def test_a_run_can_end_with_the_mean_of_its_last_epochs(rank_facts: RankFacts) -> None:
     """By the callback that the docs show; with a cyclical rate, and resumed in the third epoch."""
     root, other = (facts["mean"] for facts in rank_facts("called_back", *WAY))

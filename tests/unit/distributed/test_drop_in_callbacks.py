@@ -297,12 +297,49 @@ def test_every_checkpoint_of_keras_and_what_else_writes_or_shows_progress_is_on_
 ) -> None:
     names = [name for name in dir(keras.callbacks) if name.endswith("Checkpoint")]
     kinds = [getattr(keras.callbacks, name) for name in (*names, "TensorBoard", "CSVLogger", "ProgbarLogger")]
+    monkeypatch.setattr(objects, "gather", lambda names, _: [names, names])
     for rank in (0, 1):
         monkeypatch.setattr("horovod.tensorflow.rank", lambda rank=rank: rank)
         given: list[Any] = [kind.__new__(kind) for kind in kinds]
-        callbacks._keep_to_root(given, root_rank)
+        callbacks._keep_to_one_rank(given, root_rank)
         here = kinds if rank == root_rank else [keras.callbacks.Callback] * len(kinds)
         assert [type(callback) for callback in given] == here
+
+
+class Means(keras.callbacks.CSVLogger):
+    """Writes means over the ranks."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        def mean(value: float) -> float:
+            return float(hvd.allreduce(value))
+
+        super().on_epoch_end(epoch, {name: mean(value) for name, value in (logs or {}).items()})
+
+
+class Shorter(keras.callbacks.CSVLogger):
+    """Calls nothing of Horovod's."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, dict(list((logs or {}).items())[:3]))
+
+
+@pytest.mark.parametrize(
+    ("given", "by_rank", "left"),
+    [
+        ([Means, Shorter], [["Shorter"], ["Shorter"]], [Means, keras.callbacks.Callback]),
+        ([keras.callbacks.CSVLogger], [[], ["CSVLogger"]], [keras.callbacks.CSVLogger]),
+        ([keras.callbacks.CSVLogger], [["CSVLogger"], ["CSVLogger"]], [keras.callbacks.Callback]),
+    ],
+    ids=["it exchanges", "of this rank alone", "of both"],
+)
+def test_a_rank_keeps_a_writer_that_exchanges_and_one_that_no_other_has(
+    monkeypatch: pytest.MonkeyPatch, given: list[Any], by_rank: list[list[str]], left: list[type]
+) -> None:
+    monkeypatch.setattr(objects, "gather", lambda names, _: by_rank)
+    monkeypatch.setattr("horovod.tensorflow.rank", lambda: 1)
+    callbacks_given: list[Any] = [kind.__new__(kind) for kind in given]
+    callbacks._keep_to_one_rank(callbacks_given, 0)
+    assert [type(callback) for callback in callbacks_given] == left
 
 
 @pytest.mark.parametrize(

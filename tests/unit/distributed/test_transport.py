@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -65,6 +66,35 @@ def polled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Polled]:
     started = Polled(size=4)
     yield started
     started.close()
+
+
+FORKS = """
+import os, sys, time
+from horovod_train.distributed.watchdog.transport import Address, Server, connect
+host, port, token = sys.argv[1:]
+connected, server = connect(Address(host, int(port), token), 1, 300), Server(host, 1)
+if pid := os.fork():
+    print(pid, server.address.port, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_process_that_a_rank_has_forked_does_not_hide_its_death(polled: Polled) -> None:
+    """As the workers of a multiprocessing pool, which wait for ever when the rank is killed."""
+    words = [sys.executable, "-c", FORKS, *map(str, polled.address)]
+    rank = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    forked, port = map(int, rank.stdout.readline().split())
+    try:
+        rank.kill()
+        assert polled.wait_for(1) == [(1, Lost(closed=True))]
+        with pytest.raises(ConnectionRefusedError):  # if it was root's, others see it too
+            socket.create_connection(("127.0.0.1", port), timeout=300)
+        os.kill(forked, 0)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        rank.stdout.close()
+        rank.wait()
 
 
 def call(address: Address) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -446,6 +447,9 @@ def test_code_of_the_user_that_has_changed_is_said(
     initial_state.check_contents(initial_state.users_code(settings), saved)
     assert said == []
     file.write_text("def build(): return 1\n")
+    initial_state.check_contents(initial_state.users_code(settings), saved)
+    assert said == []  # this process has that of before
+    importlib.reload(sys.modules["changing_nets"])
     initial_state.check_contents(initial_state.users_code(settings), saved)
     assert "changed since it was saved: code of changing_nets" in said[0]
 
