@@ -83,16 +83,20 @@ class PerVariable(Generic[T]):
         return list(self._values.values())
 
 
-def _new_counter() -> tf.Variable:
+def _new_number() -> tf.Variable:
     with tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
 
 
+def _numbers_outside_graphs() -> PerVariable[Any]:
+    return PerVariable(lambda: make_outside_graphs(_new_number))
+
+
 _numbers: defaultdict[int | None, PerVariable[int]] = defaultdict(lambda: PerVariable(itertools.count().__next__))
-_counters: defaultdict[int | None, PerVariable[Any]] = defaultdict(
-    lambda: PerVariable(lambda: make_outside_graphs(_new_counter))
-)
+_counters: defaultdict[int | None, PerVariable[Any]] = defaultdict(_numbers_outside_graphs)
 """By process set, then by the first of the variables that are exchanged together: the number of their exchanges."""
+_at_first: defaultdict[int | None, PerVariable[Any]] = defaultdict(_numbers_outside_graphs)
+"""So too, the digest of the variables at their first exchange."""
 _disagreement: RanksDisagree | None = None
 
 
@@ -126,8 +130,8 @@ def forget_process_sets() -> None:
 
 def forget_process_set(process_set_id: int | None) -> None:
     """Forget the numbers and counts of a process set that is removed: Horovod gives its id to another."""
-    _numbers.pop(process_set_id, None)
-    _counters.pop(process_set_id, None)
+    for kept in (_numbers, _counters, _at_first):
+        kept.pop(process_set_id, None)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -139,7 +143,9 @@ def cause_of(error: BaseException) -> BaseException:
 def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
     """Count; collective where that is checked: raise RanksDisagree in the step if ranks hold different values.
 
-    gradients: of the variables, this rank's. If they are equal on all ranks at the tenth, the first one says so.
+    gradients: of the variables, this rank's. If they are equal on all ranks at the tenth, the first one says so. While
+    no rank has changed its weights since the first exchange, because gradients are added up, a script may still be to
+    broadcast them: they are compared later.
     """
     count = _counters[ranks.process_set_id][variables[0]].assign_add(1)
     if guards.check_weights and not is_alone(ranks):
@@ -149,11 +155,23 @@ def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str
             is_due = is_early | tf.equal(count % CHECK_EVERY, 0)
         dense = [each for each in gradients if isinstance(each, tf.Tensor) and each.dtype.is_floating]
         largest = max(dense, key=lambda each: each.shape.num_elements() or 0, default=tf.zeros(1))
-        tf.cond(is_due, lambda: _compare(variables, largest, name, ranks, count), lambda: tf.constant(True))
+        at_first = _at_first[ranks.process_set_id][variables[0]]
+        tf.cond(tf.equal(count, 1), lambda: at_first.assign(_digest_of(variables)), at_first.read_value)
+        tf.cond(is_due, lambda: _compare(variables, largest, name, ranks, count, at_first), lambda: tf.constant(True))
+
+
+def _digest_of(variables: Sequence[Any]) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        return tf.add_n([digest(variable) for variable in variables])
 
 
 def _compare(
-    variables: Sequence[Any], gradient: tf.Tensor, name: str, ranks: hvd.ProcessSet, count: tf.Tensor
+    variables: Sequence[Any],
+    gradient: tf.Tensor,
+    name: str,
+    ranks: hvd.ProcessSet,
+    count: tf.Tensor,
+    at_first: tf.Tensor,
 ) -> tf.Tensor:
     names = [name_of(variable) for variable in variables]
     may_await_broadcast = guards.awaits_broadcast and _is_in_fit()  # a `fit` that has failed leaves it True
@@ -163,10 +181,12 @@ def _compare(
         if may_await_broadcast and guards.awaits_broadcast:
             return True
         taking_part = np.flatnonzero(rows[:, 0])
+        if rows[taking_part, 1].all():
+            return True
         is_first = count == FIRST_CHECK
         advice, members = _ADVICE if is_first else _ADVICE_LATER, np.array(members_of(ranks))
         try:
-            check_equal(rows[taking_part, 1:-1], names, members[taking_part].tolist(), advice)
+            check_equal(rows[taking_part, 2:-1], names, members[taking_part].tolist(), advice)
         except RanksDisagree as error:
             _disagreement = error
             raise
@@ -178,7 +198,9 @@ def _compare(
         # Weights of NaN make equal gradients of any rows.
         is_finite = tf.reduce_all(tf.math.is_finite(gradient))
         of_rows = tf.where(is_finite, digest(gradient), tf.constant(0, tf.int64))
-        own = tf.stack([tf.constant(1, tf.int64), *(digest(variable) for variable in variables), of_rows])
+        digests = [digest(variable) for variable in variables]
+        is_unchanged = tf.cast(tf.equal(tf.add_n(digests), at_first), tf.int64)
+        own = tf.stack([tf.constant(1, tf.int64), is_unchanged, *digests, of_rows])
         position = hvd.rank_op() if launcher.detect().is_elastic else ranks.rank()
         own_row = tf.one_hot(position, number_of_ranks(ranks), dtype=tf.int64)[:, tf.newaxis] * own
     # A sum, and on the device of the gradients' sums: ranks that are in hvd.join take part in those only, with zeros.

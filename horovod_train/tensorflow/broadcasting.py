@@ -210,7 +210,7 @@ def _variables_in(argument: Any) -> Iterator[Any]:
         yield argument
     elif isinstance(argument, keras.Layer | keras.optimizers.Optimizer):
         yield from argument.variables
-    elif isinstance(argument, Iterable) and not isinstance(argument, str):
+    elif isinstance(argument, Iterable) and not isinstance(argument, str | tf.Tensor):
         for part in argument:
             yield from _variables_in(part)
     else:

@@ -241,7 +241,7 @@ class RunEnd:
         """
         text = _summarize(error)
         if isinstance(error, RunError):
-            return text, error.exit_code, f"error: {error}"
+            return text, error.exit_code, f"error: {without_autograph(str(error))}"
         place = raised_at(error)
         if not self._log.name or not (place or isinstance(error, tf.errors.OpError)):
             return text, 1, ""

@@ -140,6 +140,12 @@ def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks
     assert len({facts["broadcast"] for facts in ranks}) == 1
 
 
+def test_a_script_may_broadcast_after_its_first_update_however_many_exchanges_that_takes(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [facts["added_by_hand"] for facts in ranks] == ["accepted"] * len(ranks)
+
+
 def test_weights_that_part_later_are_found_at_the_hundredth_exchange(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert "ranks hold different weights: " in facts["forgotten_later"]

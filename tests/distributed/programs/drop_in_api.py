@@ -197,6 +197,23 @@ facts["forgotten"] = [
 ]
 
 
+def accumulate_by_hand() -> None:
+    """Twelve exchanges before the first update, after which the weights are broadcast."""
+    model, optimizer, (x, y) = dense(rank), sgd(), batch(0)
+    for _ in range(2):
+        added = [tf.zeros_like(variable) for variable in model.trainable_variables]
+        for _ in range(12):
+            with tf.GradientTape() as tape:
+                loss = mse(model, x, y)
+            gradients = hvd_tf.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+            added = [a + b for a, b in zip(added, gradients, strict=True)]
+        optimizer.apply_gradients(zip(added, model.trainable_variables, strict=True))
+        hvd_tf.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
+
+
+facts["added_by_hand"] = error_of(accumulate_by_hand)
+
+
 def train_at_rates_of_their_own() -> None:
     """Weights are equal at the tenth exchange, and then a rank has another rate."""
     model, (x, y) = dense(), batch(0)
