@@ -199,6 +199,15 @@ def name_counts() -> dict[str, int] | None:
     return kept
 
 
+def is_conditional(graph: tf.Graph, step: tf.Graph) -> bool:
+    """Return whether a graph inside that of a step is computed if a condition holds: in a branch or a loop."""
+    while graph is not step and graph is not None:
+        if type(graph).__name__ in ("CondBranchFuncGraph", "WhileBodyFuncGraph"):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
 def take_class(instance: Any, derived: type) -> None:
     """Make `derived` the object's class; Keras saves and loads the object as one of its present class.
 

@@ -93,9 +93,28 @@ def check_step(config: Config, compiled: Compiled, optimizers: Optimizers, tried
             "train.synchronization: an optimizer scales the loss, which needs every_step; received "
             f"{config.train.synchronization}."
         )
+    _check_gradients_leave_branches(config, optimizers)
     if config.train.synchronization == "stale":
         _check_can_wait(model, optimizers.updated)
     _check_averages_are_read(optimizers, compiled)
+
+
+def _check_gradients_leave_branches(config: Config, optimizers: Optimizers) -> None:
+    """Raise UserError for a setting that needs gradients outside of the branch, loop or function that applies them."""
+    conditional = [path for path, is_branch in optimizers.inside.items() if is_branch]
+    needing = {
+        "train.accumulate_steps": list(optimizers.inside) if config.train.accumulate_steps > 1 else [],
+        "log.histograms_every_steps": list(optimizers.inside) if config.log.histograms_every_steps else [],
+        # They wait for the next step, and are then those of the step before or older ones.
+        "train.synchronization: stale": conditional if config.train.synchronization == "stale" else [],
+    }
+    for setting, paths in needing.items():
+        if paths:
+            where = "a branch or a loop" if paths[0] in conditional else "a tf.function of its own"
+            raise UserError(
+                f"{setting}: takes gradients out of the step, but train_step applies {paths[0]} in {where}. Leave it "
+                "out, or apply the optimizer in the step itself."
+            )
 
 
 def check_exchanges(tried: Tried, source: BatchSource, group: WorkerGroup, method: str) -> None:
@@ -221,6 +240,14 @@ def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
         yield (
             f"the loss {name} returns one number for a batch, which weights of records only multiply by their mean, on "
             "each rank by itself: the result depends on the number of ranks. Have it return one number for each record."
+        )
+    is_split = size > 1 or config.train.accumulate_steps > 1
+    over_batches = {loss.name for loss in losses_of(step.state.model) if isinstance(loss, LOSSES_OVER_BATCHES)}
+    for name in step.shares.given_as_one.keys() - over_batches if is_split else ():
+        yield (
+            f"the loss {name} returns one number for a batch; over ranks and parts of a step its mean by records is "
+            "taken, which is that of the whole batch if the number is a mean over records. If not, have it return one "
+            "number for each record."
         )
     for name in step.shares.given_logits:
         yield (

@@ -325,6 +325,11 @@ class ForwardState:
     def floating(self) -> list[tf.Variable]:
         return [variable for variable in self.variables if variable.dtype.is_floating]
 
+    @property
+    def of_records(self) -> list[tf.Variable]:
+        """Those that a row which is no record must not change: not the integers that count passes."""
+        return [*self.floating, *(variable for variable in self.of_kind("sum") if not variable.dtype.is_floating)]
+
     def of_kind(self, kind: str) -> list[tf.Variable]:
         """Return those that become their "mean", the "sum" of what ranks have added, or those of the "first" rank."""
         return [as_tf_variable(variable) for variable in self._variables if _kind_of_update(variable) == kind]

@@ -20,7 +20,7 @@ from horovod_train.distributed.allreduce import with_values
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside
-from horovod_train.keras_seams import method_replaced, weights_of
+from horovod_train.keras_seams import is_conditional, method_replaced, weights_of
 from horovod_train.training.nonfinite import (
     are_finite,
     gradient_values,
@@ -72,6 +72,8 @@ class Optimizers:
         """Those that the step applies, known after `only_noted`."""
         self.updated: list[Any] = []
         """What they are given gradients of in a step, call by call; known after `only_noted` too."""
+        self.inside: dict[str, bool] = {}
+        """So too, those that are applied in a branch, a loop or a tf.function inside the step; of a function False."""
         self.failed, self.is_cause = (tf.Variable(False, trainable=False) for _ in range(2))
         """bool: whether combined gradients of the step were not finite; whether because of this rank's."""
 
@@ -104,6 +106,8 @@ class Optimizers:
         paths = {id(optimizer): path for path, optimizer in self.by_attribute.items()}
         slots: dict[str, set[int]] = {}
         self.updated.clear()  # a step may be tried twice
+        self.inside.clear()
+        graph = tf.compat.v1.get_default_graph()
 
         def noting(optimizer: keras.optimizers.Optimizer, _: Callable[..., Any]) -> Callable[..., None]:
             path = paths[id(optimizer)]
@@ -126,6 +130,8 @@ class Optimizers:
                         f"{path} is applied to {len(variables)} variables with gradients for {len(gradients)}"
                     )
                 self.by_path[path] = optimizer
+                if (here := tf.compat.v1.get_default_graph()) is not graph:
+                    self.inside[path] = is_conditional(here, graph)
                 self.updated += [each for each, of in zip(variables, gradients, strict=True) if of is not None]
 
             return apply

@@ -172,6 +172,8 @@ class Shares:
         """Those that are divided by something else than rows, so that ranks exchange by what."""
         self.given_logits: dict[str, None] = {}
         """Those that take probabilities and got what is none."""
+        self.given_as_one: dict[str, None] = {}
+        """Those that gave one number for a batch, which may be divided by anything."""
         self.weighted_as_one: dict[str, None] = {}
         """Those that gave one number for weighted records."""
 
@@ -223,8 +225,8 @@ class Shares:
         if values is None or loss.reduction in (None, "none"):
             return value
         if not len(values.shape):
-            if not self._in_step and weights is not None:
-                self.weighted_as_one[loss.name] = None
+            if not self._in_step:
+                (self.given_as_one if weights is None else self.weighted_as_one)[loss.name] = None
             return value
         if not self._in_step:
             if loss.reduction != "sum" and _divisor(loss, values, outputs, weights) is not None:

@@ -415,7 +415,7 @@ class TrainStep:
         Nor statistics of synchronised layers, in which it does not count: they are those of the rows of other ranks.
         """
         shared = {as_tf_variable(variable).ref() for variable in synchronised_statistics(self._model)}
-        own = [variable for variable in self.forward_state.floating if variable.ref() not in shared]
+        own = [variable for variable in self.forward_state.of_records if variable.ref() not in shared]
         return [*self.figures.variables, *own]
 
     @property
@@ -537,7 +537,7 @@ class EvalStep:
             (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
             before = self.forward_state.values()
             with (
-                part.without_borrowed([*self.metrics.variables, *self.forward_state.floating]),
+                part.without_borrowed([*self.metrics.variables, *self.forward_state.of_records]),
                 self.shares.of_pass(part.share),
                 losses_weighed(self.model, part.count),
             ):

@@ -16,6 +16,7 @@ from differential_models import (
     Codebook,
     Contrastive,
     Counting,
+    CountingRows,
     Distilled,
     Endpoint,
     Following,
@@ -335,6 +336,7 @@ CASES: dict[str, Case] = {
         config={"train": {"sync_batch_norm": True, "accumulate_steps": 2}},
         equal_on=(),
     ),
+    "layer that counts rows": Case(dense(extra=(CountingRows,)), config={"train": {"accumulate_steps": 3}}, **ROUNDED),
     "layer with a scale": Case(dense(extra=(Scaling,))),
     "layer with a counter": Case(dense(extra=(Counting,))),
     "layer with a counter, local": Case(

@@ -43,6 +43,20 @@ class Counting(layers.Layer):
         return inputs
 
 
+class CountingRows(layers.Layer):
+    """Counts the rows that it sees in training, of all ranks."""
+
+    def build(self, input_shape: Any) -> None:
+        self.rows = self.add_weight(
+            shape=(), initializer="zeros", dtype="int32", trainable=False, aggregation="sum", name="rows"
+        )
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.rows.assign_add(ops.shape(inputs)[0])
+        return inputs
+
+
 class Following(layers.Layer):
     """Follows the mean of its inputs, in evaluations too."""
 

@@ -317,6 +317,29 @@ def test_arrays_are_not_copied_to_find_the_order(monkeypatch: pytest.MonkeyPatch
     assert keras_seams.unsure_order(tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x + 1, y))) is None
 
 
+def test_branches_and_loops_are_told_from_functions_inside_a_step() -> None:
+    """Names of classes of graphs."""
+    found: dict[str, bool] = {}
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+
+        def look(name: str) -> tf.Tensor:
+            found[name] = keras_seams.is_conditional(tf.compat.v1.get_default_graph(), graph)
+            return x
+
+        look("here")
+        tf.function(lambda: look("function"), autograph=False)()
+        tf.cond(x > 0, lambda: look("branch"), lambda: x)
+        tf.cond(x > 0, tf.function(lambda: look("function in a branch"), autograph=False), lambda: x)
+        return tf.while_loop(lambda i: i < 2, lambda i: [i + look("loop")], [x])
+
+    step(tf.constant(1))
+    conditional = {"branch", "function in a branch", "loop"}
+    assert found == {"here": False, "function": False} | dict.fromkeys(conditional, True)
+
+
 PRIVATE = re.compile(r"_[a-z]\w*")
 
 

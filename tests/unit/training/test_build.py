@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -387,7 +388,9 @@ def test_a_loss_of_one_number_beside_weights_has_a_line(
     source: Any = SimpleNamespace(scaled_spec=batches.scaled_spec, has_weights=weighted, scaled=lambda batch: batch)
     step = train(source, compiled(loss))
     told = "the loss mean_of_batch returns one number for a batch, which weights of records only multiply by their mean"
-    assert [line.partition(", on")[0] for line in list_warnings(Config(), 2, step)] == [told] * is_told
+    if loss is mean_of_batch and not weighted:  # which may be divided by anything
+        told, is_told = "the loss mean_of_batch returns one number for a batch; over ranks and parts of a step", True
+    assert [line[: len(told)] for line in list_warnings(Config(), 2, step)] == [told] * is_told
     assert not [*list_warnings(Config(), 1, step)]
 
 
@@ -1330,6 +1333,33 @@ def _with_frozen() -> Own:
     return model
 
 
+def _in(inside: Callable[[Callable[[], Any]], Any]) -> Own:
+    """Applies its second optimizer inside something."""
+    model = Own()
+    model.second = keras.optimizers.SGD()
+
+    def apply() -> tf.Tensor:
+        model.second.apply([ops.zeros(10)], [model.dense.bias])
+        return tf.constant(0.0)
+
+    model.before = lambda model: inside(apply)
+    return model
+
+
+def _made_of(build_model: Callable[[], Own]) -> keras.Model:
+    return made(build_model())
+
+
+INSIDE: dict[str, Callable[[], Own]] = {
+    "a branch or a loop": lambda: _in(lambda apply: tf.cond(tf.identity(True), apply, lambda: tf.constant(0.0))),
+    "a tf.function of its own": lambda: _in(lambda apply: tf.function(apply, autograph=False)()),
+}
+TAKING_GRADIENTS: dict[str, dict[str, Any]] = {
+    "train.accumulate_steps": {"train": {"accumulate_steps": 2}},
+    "log.histograms_every_steps": {"log": {"histograms_every_steps": 3}},
+}
+
+
 class Applying(Own):
     """Applies nothing."""
 
@@ -1451,6 +1481,20 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(Own(3.0)),
         {},
         "data.train: train_step must return a dict of figures by name; it",
+    ),
+    **{
+        f"{setting} of what is in {place}": (
+            functools.partial(_made_of, build_model),
+            sections,
+            f"{setting}: takes gradients out of the step, but train_step applies second in {place}.",
+        )
+        for setting, sections in TAKING_GRADIENTS.items()
+        for place, build_model in INSIDE.items()
+    },
+    "stale gradients of a branch": (
+        lambda: made(INSIDE["a branch or a loop"]()),
+        {"train": {"synchronization": "stale"}},
+        "train.synchronization: stale: takes gradients out of the step, but train_step applies second in a branch",
     ),
     "no figure": (lambda: made(Own({"a": "b"})), {}, "data.train: train_step must return numbers; a is str."),
     "a taken name": (lambda: made(Own({"step": 1})), {}, "train_step returns a figure named 'step', which is taken"),
