@@ -201,7 +201,7 @@ def reading(path: str, when: str = "", *, text: bool = False) -> Iterator[None]:
         raise unreadable(error)(f"{path}: cannot be read{when}: {said_by_system(error)}.") from error
 
 
-_OF_AUTOGRAPH = re.compile(r"in user code:\n\n(?: {4}.*\n)+?\n {4}\w+: ?")
+_OF_AUTOGRAPH = re.compile(r"in user code:\n\n(?: {4}.*\n)+?\n {4}(\w+): ?")
 
 
 def without_autograph(text: str) -> str:
@@ -210,8 +210,9 @@ def without_autograph(text: str) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the name of an error's class; that of AutoGraph's own KeyError is KeyError."""
-    return type(error).__name__.removeprefix("MultilineMessage")
+    """Return the name of an error's class; of one that AutoGraph raises, by its text, that of the user's error."""
+    of_user = _OF_AUTOGRAPH.search(str(error))
+    return of_user[1] if of_user else type(error).__name__
 
 
 def one_line(error: object) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_train.config.loader import as_dict, dump, load
-from horovod_train.config.registry import edited_modules, loaded_code
+from horovod_train.config.registry import edited_modules, note_loaded_code
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import SAVED, AlreadySaid, RunError, UserError
@@ -82,7 +82,7 @@ def train(
         elif not _train_here(loaded, loaded.output_dir):
             return Trained({}, None)
         result = _result(loaded, loaded.output_dir, by_other_processes=np is not None)
-    loaded_code(as_dict(loaded))  # what has been imported meanwhile counts as it is now
+    note_loaded_code(as_dict(loaded))
     return result
 
 

@@ -109,7 +109,7 @@ def users_modules(config: Any) -> set[str]:
 
 
 _seen: dict[str, tuple[Any, bytes]] = {}
-"""By a user's module its import, which `importlib.reload` replaces, and what `loaded_code` has read then."""
+"""By a user's module its import, which `importlib.reload` replaces, and what its file held then."""
 
 
 def _loaded_files(config: Any) -> dict[str, Path]:
@@ -118,15 +118,20 @@ def _loaded_files(config: Any) -> dict[str, Path]:
     return {name: Path(file) for name, file in files.items() if file and Path(file).is_file()}
 
 
-def loaded_code(config: Any) -> dict[str, bytes]:
-    """Map each imported module, of every `package.module:function` in a config, to the code that it was imported from.
-
-    That is what its file held when this was first called after its import.
-    """
+def note_loaded_code(config: Any) -> None:
+    """Note what the files of a config's modules hold that were imported since this was called last."""
     for name, path in _loaded_files(config).items():
         imported = sys.modules[name].__spec__
         if name not in _seen or _seen[name][0] is not imported:
             _seen[name] = imported, path.read_bytes()
+
+
+def loaded_code(config: Any) -> dict[str, bytes]:
+    """Map each imported module, of every `package.module:function` in a config, to the code that was noted for it.
+
+    Where nothing was noted since its import, that is what its file holds now.
+    """
+    note_loaded_code(config)
     return {name: _seen[name][1] for name in _loaded_files(config)}
 
 

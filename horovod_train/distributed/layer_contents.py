@@ -166,7 +166,7 @@ def options_of_weightless_layers(model: keras.Model) -> dict[str, str]:
 
 def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
     for name, value in vars(layer).items():
-        if name == ADDED_LOSSES:  # of rows of its own
+        if name == ADDED_LOSSES:  # follows from the rows that this rank computed last
             continue
         arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
         # Tensors of graphs have no values.

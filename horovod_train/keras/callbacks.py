@@ -65,7 +65,8 @@ _FILE_WRITERS = tuple(
 )
 _COLLECTIVES = {
     *("allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "alltoall", "reducescatter", "broadcast"),
-    *("grouped_reducescatter", "broadcast_object", "allgather_object", "broadcast_variables", "barrier", "join"),
+    *("grouped_reducescatter", "broadcast_object", "allgather_object", "broadcast_variables", "broadcast_model"),
+    "barrier",
 }
 """What all ranks must call together. Without `join`, which texts have too."""
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
@@ -162,7 +163,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         A layer that is not built may have no weights at all, as a lookup, or those of a branch that is not taken yet.
         """
         weights = self.model.weights
-        if len(set(objects.gather(len(weights), "fit.weights"))) > 1 or not weights:
+        with exchanging("the start of model.fit"):
+            first, *others = objects.gather([f"{list(each.shape)} {each.dtype}" for each in weights], "fit.weights")
+        if not weights or any(other != first for other in others):
             return
         with tf.device(self._device):
             broadcast_variables([weight for weight in weights if not self._is_local(weight)], self.root_rank)
@@ -423,12 +426,17 @@ def _keep_to_one_rank(callbacks: list[keras.callbacks.Callback], root_rank: int)
         if isinstance(callback, _FILE_WRITERS) and not _calls_collectives(type(callback))
     ]
     kinds = [type(callbacks[number]).__name__ for number in numbers]
+    with exchanging("the start of model.fit"):
+        by_rank = objects.gather(sorted(set(kinds)), "fit.writers")
     having: dict[str, list[int]] = {}
-    for rank, kinds_there in enumerate(objects.gather(sorted(set(kinds)), "fit.writers")):
+    for rank, kinds_there in enumerate(by_rank):
         for kind in kinds_there:
             having.setdefault(kind, []).append(rank)
     writers = {kind: root_rank if root_rank in ranks else ranks[0] for kind, ranks in having.items()}
     for number, kind in zip(numbers, kinds, strict=True):
+        callback = callbacks[number]
+        if isinstance(callback, BestModelCheckpoint):
+            callback.root_rank = writers[kind]
         if writers[kind] != hvd.rank():
             callbacks[number] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
     for writer in sorted(set(writers.values())):

@@ -2,9 +2,10 @@
 
 A script that never broadcasts root's weights trains another model on each rank, and no other check would notice. The
 check waits for the tenth exchange, because a script may broadcast after its first step, when all variables exist, and
-may exchange several times in a step. It is repeated at the hundredth and at every thousandth, because a script may
-change a learning rate on one rank alone, and from the start after hvd.join, because ranks that joined early have older
-weights. Ranks with equal gradients, as of a script that gives each the same rows, are told at the tenth.
+may exchange several times in a step; while no rank has changed its weights, it waits longer. It is repeated at the
+hundredth and at every thousandth, because a script may change a learning rate on one rank alone, and from the start
+after hvd.join, because ranks that joined early have older weights. Ranks with equal gradients, as of a script that
+gives each the same rows, are told at the tenth.
 Also numbers variables alike on all ranks, and holds which checks `init` has switched off.
 """
 
@@ -153,10 +154,11 @@ def count_exchange(variables: Sequence[Any], gradients: Sequence[Any], name: str
         with tf.device("CPU:0"):  # on a GPU the host would wait for the result in every step
             is_early = tf.equal(count, FIRST_CHECK) | tf.equal(count, SECOND_CHECK)
             is_due = is_early | tf.equal(count % CHECK_EVERY, 0)
+            is_first = tf.equal(count, 1)
         dense = [each for each in gradients if isinstance(each, tf.Tensor) and each.dtype.is_floating]
         largest = max(dense, key=lambda each: each.shape.num_elements() or 0, default=tf.zeros(1))
         at_first = _at_first[ranks.process_set_id][variables[0]]
-        tf.cond(tf.equal(count, 1), lambda: at_first.assign(_digest_of(variables)), at_first.read_value)
+        tf.cond(is_first, lambda: at_first.assign(_digest_of(variables)), at_first.read_value)
         tf.cond(is_due, lambda: _compare(variables, largest, name, ranks, count, at_first), lambda: tf.constant(True))
 
 
@@ -181,17 +183,17 @@ def _compare(
         if may_await_broadcast and guards.awaits_broadcast:
             return True
         taking_part = np.flatnonzero(rows[:, 0])
-        if rows[taking_part, 1].all():
+        is_early = count == FIRST_CHECK
+        if is_early and (said := of_equal_rows(rows[taking_part, -1].tolist())):
+            _warn_of_equal_rows(said)
+        if rows[taking_part, 1].all():  # no rank has changed its weights yet
             return True
-        is_first = count == FIRST_CHECK
-        advice, members = _ADVICE if is_first else _ADVICE_LATER, np.array(members_of(ranks))
+        advice, members = _ADVICE if is_early else _ADVICE_LATER, np.array(members_of(ranks))
         try:
             check_equal(rows[taking_part, 2:-1], names, members[taking_part].tolist(), advice)
         except RanksDisagree as error:
             _disagreement = error
             raise
-        if is_first and (said := of_equal_rows(rows[taking_part, -1].tolist())):
-            _warn_of_equal_rows(said)
         return True
 
     with tf.device("CPU:0"):

@@ -76,7 +76,7 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
                 _reconnect(state)
             state.sync()
             agreement.reset_counts()
-            if reason and hvd.rank() == getattr(state, "root", 0):
+            if reason and hvd.rank() == getattr(state, "_root", 0):
                 log.warning(
                     f"elastic: {reason}; {hvd.size()} ranks train, after {time.monotonic() - changed_at:.1f} s."
                 )
@@ -113,7 +113,7 @@ class CommittedState(State):
     commit, so one that is changed in place is restored too. Raises UserError for one of another type.
     """
 
-    root = 0
+    _root = 0
     """The rank whose state all ranks got last."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -157,17 +157,17 @@ class CommittedState(State):
         Raises UserError on all ranks if they have different numbers of variables.
         """
         variables = self.live_variables()
-        known = hvd.allgather(tf.constant([[len(variables), self._is_common]]), name="elastic.variables").numpy()
+        known = hvd.allgather(tf.constant([[len(variables), int(self._is_common)]]), name="elastic.variables").numpy()
         counts = known[:, 0].tolist()
         if len(set(counts)) > 1:
             raise UserError(
                 f"hvd.elastic: all ranks must have the same variables; received {counts} variables, by rank. Create "
                 "the variables of the model, and the optimizer's, before the state."
             )
-        self.root = int(known[:, 1].argmax())
-        broadcast_variables(variables, root_rank=self.root)
+        self._root = int(known[:, 1].argmax())
+        broadcast_variables(variables, root_rank=self._root)
         self.finalize()
-        self._set_objects(objects.broadcast(self._dump_objects(), "elastic.objects", self.root))
+        self._set_objects(objects.broadcast(self._dump_objects(), "elastic.objects", self._root))
         self.save()
         self._is_common = True
 
@@ -220,8 +220,8 @@ class TensorFlowState(CommittedState):
 class TensorFlowKerasState(CommittedState):
     """The state of a Keras model and its optimizer: weights, and slots, which are created first.
 
-    All ranks get root's values, of local variables too. Gradients that were added up over backward_passes_per_step but
-    not applied are dropped when ranks change, so commit after so many batches.
+    All ranks get the values of one, of local variables too. Gradients that were added up over backward_passes_per_step
+    but not applied are dropped when ranks change, so commit after so many batches.
 
     optimizer: default the one that the model is compiled with. attributes: see CommittedState.
 

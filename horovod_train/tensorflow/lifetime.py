@@ -68,9 +68,9 @@ def init(
         a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour. Elastic ranks are
         not watched. Before that broadcast Horovod names exchanges in which ranks wait for longer than warn_after_s.
     check_weights: see that all ranks hold the same weights at the tenth exchange of gradients, at the hundredth and at
-        every thousandth, and, by the broadcast callback, after each epoch.
+        every thousandth, once there has been an update, and, by the broadcast callback, after each epoch.
     files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
-        root only.
+        root only, or on the first rank that has one.
     end_epochs_together: with the broadcast callback, end an epoch of `fit` on all ranks when the rank with the fewest
         batches has had them, and say so; otherwise ranks that have different numbers of batches are an error.
 

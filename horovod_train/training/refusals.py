@@ -61,6 +61,7 @@ def check_norms_are_trained(config: Config, model: keras.Model) -> None:
 
 
 def check_xla_gets_no_text(config: Config, source: BatchSource) -> None:
+    """Raise UserError if the model is given text, which the step that XLA compiles cannot take."""
     given = [*tf.nest.flatten(source.scaled_spec.inputs), *tf.nest.flatten(source.scaled_spec.targets)]
     if config.jit_compile and any(spec.dtype == tf.string for spec in given):
         raise UserError(
@@ -243,7 +244,7 @@ def list_warnings(config: Config, size: int, step: TrainStep) -> Iterator[str]:
         )
     is_split = size > 1 or config.train.accumulate_steps > 1
     over_batches = {loss.name for loss in losses_of(step.state.model) if isinstance(loss, LOSSES_OVER_BATCHES)}
-    for name in step.shares.given_as_one.keys() - over_batches if is_split else ():
+    for name in [name for name in step.shares.given_as_one if is_split and name not in over_batches]:
         yield (
             f"the loss {name} returns one number for a batch; over ranks and parts of a step its mean by records is "
             "taken, which is that of the whole batch if the number is a mean over records. If not, have it return one "

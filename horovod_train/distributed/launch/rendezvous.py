@@ -49,8 +49,9 @@ PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
 PORTS_TRIED = 16
 
-REPORT_AGAIN_S = 10.0
-"""After how long a rank that waits for the others looks for root again: it may have been started again meanwhile."""
+REPORT_AGAIN_S, REPORTS_PER_S = 10.0, 25
+"""After how long a rank that waits for the others looks for root again, which may have been started again meanwhile;
+and how many of all ranks do so a second, at most."""
 
 RESOLVE_WITHIN_S = 60.0
 """How long a rank asks for the address of rank 0's host: the name of a pod is known only once the pod has started."""
@@ -59,7 +60,9 @@ _ALL = "0.0.0.0"
 """All addresses of this host."""
 
 _FAILED = "failed {rank} {exit_code}"
-"""What a rank reports if it has failed, and root then answers the others, who report it in turn once they know it."""
+"""What a rank reports if it has failed, and root then answers the others."""
+_TOLD = "told."
+"""The beginning of the key under which a rank says that it knows of a failure; its value is what it has reported."""
 _FAILURE = "failure"
 """The key under which root publishes a failure also for ranks that have not arrived."""
 
@@ -259,6 +262,13 @@ def _read_reports(server: StepServer) -> dict[int, bytes]:
         return {int(key): report for key, report in server.cache[key_value_store.NAME].items() if key.isdecimal()}
 
 
+def _read_told(server: StepServer) -> dict[int, bytes]:
+    """Return of each rank that knows of a failure the report of the arrival at which it was told."""
+    with server.cache_lock:
+        values = list(server.cache[key_value_store.NAME].items())
+    return {int(key.removeprefix(_TOLD)): report for key, report in values if key.startswith(_TOLD)}
+
+
 def _has_failed(report: bytes) -> bool:
     return report.startswith(b"failed ")
 
@@ -266,7 +276,8 @@ def _has_failed(report: bytes) -> bool:
 def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> Place:
     """Wait on root until all ranks have arrived and tell them their places; return root's.
 
-    Raises FailedElsewhere if one has failed, once the others know it.
+    Raises FailedElsewhere if one has failed, once the others know it. A process that takes the place of one that has
+    arrived, after all have, gets no answer: the start fails, and the next one is theirs.
     """
     while missing := set(range(1, step.size)) - (reports := _read_reports(server)).keys():
         if any(map(_has_failed, reports.values())):
@@ -287,7 +298,9 @@ def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> Place:
     except UserError:
         _tell_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
         raise
-    _publish(server, {_answer_key(*each): json.dumps(places[each[0]]).encode() for each in enumerate(arrivals)})
+    pairs = zip(arrivals, places, strict=True)
+    answers = {_answer_key(rank, arrival): json.dumps(place) for rank, (arrival, place) in enumerate(pairs)}
+    _publish(server, {key: answer.encode() for key, answer in answers.items()})
     return places[0]
 
 
@@ -303,14 +316,15 @@ def _tell_failure(server: StepServer, step: Meeting, deadline: float, failure: b
     one is not told, as it would fail once more for nothing; it looks for root again.
     """
     _publish(server, {_FAILURE: failure})
-    told: set[int] = set()
+    failed: set[int] = set()
     while time.monotonic() < deadline:
-        reports = _read_reports(server)
-        told |= {rank for rank, report in reports.items() if _has_failed(report)}
+        reports, told = _read_reports(server), _read_told(server)
+        failed |= {rank for rank, report in reports.items() if _has_failed(report)}
         waiting = {rank: report for rank, report in reports.items() if not _has_failed(report)}
-        if len(told) == step.size - 1 or told & waiting.keys():
+        are_back = (rank in failed or told.get(rank, report) != report for rank, report in waiting.items())
+        if len(failed | told.keys()) == step.size - 1 or any(are_back):
             return
-        _publish(server, {_answer_key(*each): failure for each in waiting.items()})
+        _publish(server, {_answer_key(rank, report): failure for rank, report in waiting.items()})
         time.sleep(key_value_store.POLL_S)
 
 
@@ -363,29 +377,32 @@ def _find_root(host: str, step: Meeting, deadline: float, report: bytes) -> tupl
     report: of this rank, its arrival or its failure. A failure has no answer: b"".
     """
     port, ports, address, backoff = None, _ports(step), "", key_value_store.Backoff(step.size, deadline)
-    report_again_at = 0.0
+    report_again_at, has_answered = 0.0, False
     while backoff.pause():
         if port is None:
             host = _address_now(step, host)
             port = next((port for port in ports if _is_root(host, port, step)), None)
             address = "" if port is None else _with_key(host, port, step)
-            report_again_at = time.monotonic() + REPORT_AGAIN_S
+            report_again_at = time.monotonic() + max(REPORT_AGAIN_S, step.size / REPORTS_PER_S)
             if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), report) is None:
                 port = None
             elif port is not None and _has_failed(report):
                 return address, port, b""
+            has_answered = has_answered or port is not None
         elif (answer := key_value_store.ask(address, port, "GET", _answer_key(step.rank, report))) is not None:
             if not _has_failed(answer):
                 return address, port, answer
-            key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all know it
+            key_value_store.ask(address, port, "PUT", f"{_TOLD}{step.rank}", report)  # root waits until all know it
             raise _failed_elsewhere(answer)
         elif time.monotonic() > report_again_at:
             port = None  # a server that was started again, perhaps at another address, knows nothing of this rank
     if port is None and step.rank == 1:  # 1, not 2, so that it is tried again: its host may be lost
+        where = f"rank 1 on {step.here} at port {ports[0]}"
+        if has_answered:
+            raise RunError(f"rank 0 on {step.root} ({host}) no longer answers {where}. Its output may say why.")
         raise RunError(
-            f"rank 0 on {step.root} ({host}) does not answer rank 1 on {step.here} at port "
-            f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
-            f"whether {TOKEN} is the same for all ranks."
+            f"rank 0 on {step.root} ({host}) does not answer {where}. Its output may say why; otherwise see whether a "
+            f"firewall stands between these hosts, and whether {TOKEN} is the same for all ranks."
         )
     raise FailedElsewhere("rank 0 reports which ranks are missing, or rank 1 that rank 0 does not answer")
 

@@ -39,8 +39,8 @@ _PAUSE_S = 1.0
 
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""Those of this process. A process that it forks, as multiprocessing's pools do, would keep them open, and nobody would
-be told that this one was killed."""
+"""Those of this process. A process that it forks, as multiprocessing's pools do, would keep them open, so that the
+kernel would not close them when this one is killed."""
 
 
 def _leave_to_parent() -> None:

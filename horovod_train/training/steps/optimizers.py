@@ -131,7 +131,7 @@ class Optimizers:
                     )
                 self.by_path[path] = optimizer
                 if (here := tf.compat.v1.get_default_graph()) is not graph:
-                    self.inside[path] = is_conditional(here, graph)
+                    self.inside[path] = self.inside.get(path, False) or is_conditional(here, graph)
                 self.updated += [each for each, of in zip(variables, gradients, strict=True) if of is not None]
 
             return apply

@@ -185,7 +185,7 @@ def after_a_new_rank_0() -> list[float]:
     state: Any = hvd_tf.elastic.TensorFlowState([weight], epoch=float(rank))
     state._is_common = rank == 1
     state.sync()
-    return [float(weight.numpy()), state.epoch, state.root]
+    return [float(weight.numpy()), state.epoch, state._root]
 
 
 facts["after_a_new_rank_0"] = after_a_new_rank_0()

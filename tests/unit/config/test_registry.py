@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -42,6 +43,16 @@ def test_an_error_under_autograph_is_about_the_users_line() -> None:
             tf.function(function).get_concrete_function(tf.TensorSpec([None]))
         assert raised_at(raised.value) == f" (at {__file__}:{line})"
         assert f"{kind_of(raised.value)}: {one_line(raised.value)}" == "KeyError: 'z'"
+
+
+def of_the_fifth(records: Any) -> Any:
+    return [records][5]
+
+
+def test_an_error_whose_class_autograph_cannot_make_is_named_all_the_same() -> None:
+    with pytest.raises(Exception, match="list index out of range") as raised:
+        tf.function(of_the_fifth).get_concrete_function(tf.TensorSpec([None]))
+    assert f"{kind_of(raised.value)}: {one_line(raised.value)}" == "IndexError: list index out of range"
 
 
 def test_a_class_that_does_not_tell_what_it_takes_is_called_all_the_same() -> None:

@@ -320,6 +320,7 @@ class Shorter(keras.callbacks.CSVLogger):
     """Calls nothing of Horovod's."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        print(", ".join(logs or {}))
         super().on_epoch_end(epoch, dict(list((logs or {}).items())[:3]))
 
 

@@ -87,6 +87,7 @@ def test_a_process_that_a_rank_has_forked_does_not_hide_its_death(polled: Polled
     forked, port = map(int, rank.stdout.readline().split())
     try:
         rank.kill()
+        rank.wait()
         assert polled.wait_for(1) == [(1, Lost(closed=True))]
         with pytest.raises(ConnectionRefusedError):  # if it was root's, others see it too
             socket.create_connection(("127.0.0.1", port), timeout=300)
@@ -94,7 +95,6 @@ def test_a_process_that_a_rank_has_forked_does_not_hide_its_death(polled: Polled
     finally:
         os.kill(forked, signal.SIGKILL)
         rank.stdout.close()
-        rank.wait()
 
 
 def call(address: Address) -> socket.socket:
