@@ -323,6 +323,7 @@ def callbacks_told(
     run.output = SimpleNamespace(last_metrics=lambda split: {"loss": 0.5})
     run.group.broadcast_object, run.group.sum = lambda value: value, list
     run.state = SimpleNamespace(
+        settle=lambda group: None,
         step=step,
         epoch=step // PER_EPOCH,
         model=SimpleNamespace(stop_training=False),
@@ -439,7 +440,8 @@ def test_a_run_without_callbacks_notes_its_end_if_users_hooks_are_called_there(a
     run = run_with()
     run.parts.train, run.parts.users_hooks = SimpleNamespace(steps_per_epoch=5), [every(3, print, at_end=at_end)]
     run.parts.eval_step, run.output = None, SimpleNamespace(last_metrics=lambda split: {})
-    run.state, run.group.broadcast_object = SimpleNamespace(averages=Averages([])), lambda value: value
+    run.state = SimpleNamespace(averages=Averages([]), settle=lambda group: None)
+    run.group.broadcast_object = lambda value: value
     for hook in build_callback_hooks(run, []):
         hook.function(run, 9)
     assert (run.parts.callbacks.train_ended_at == 9) == is_noted
@@ -451,7 +453,8 @@ def test_an_epoch_ends_in_the_order_of_fit() -> None:
     run = run_with("Batches", "Recorder")
     run.parts.train, run.parts.last_step, run.parts.eval_step = SimpleNamespace(steps_per_epoch=5), 5, None
     run.parts.train_step, run.output = SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext)), None
-    run.state = SimpleNamespace(model=SimpleNamespace(stop_training=False), averages=Averages([]))
+    model = SimpleNamespace(stop_training=False)
+    run.state = SimpleNamespace(model=model, averages=Averages([]), settle=lambda group: None)
     run.group.broadcast_object, run.group.sum = lambda value: value, list
     evaluations = [every(5, lambda run, step: user_callbacks.told.append(["evaluated"]))]
     for hook in build_callback_hooks(run, evaluations):
@@ -483,7 +486,8 @@ def test_what_callbacks_make_of_averages_at_the_end_remains() -> None:
     run.parts.train_step = SimpleNamespace(figures=SimpleNamespace(names=(), kept=nullcontext))
     run.parts.eval_step, run.output = None, SimpleNamespace(last_metrics=lambda split: {})
     run.group.broadcast_object = lambda value: value
-    run.state = SimpleNamespace(averages=Averages([(weight, average)], are_of_optimizer=True))
+    averages = Averages([(weight, average)], are_of_optimizer=True)
+    run.state = SimpleNamespace(averages=averages, settle=lambda group: None)
     end_callbacks(run, 20)
     assert (average.numpy().tolist(), weight.numpy().tolist()) == ([4.0], [2.0])
 
