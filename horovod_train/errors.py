@@ -115,13 +115,13 @@ def passes_by_name(error: BaseException) -> bool:
     return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
 
 
-def answer_may_change(answer: int) -> bool:
-    """Return whether a server may answer otherwise later; answer: a number of HTTP from 400 on."""
-    return answer >= 500 or answer in (408, 425, 429)
+def status_may_change(status: int) -> bool:
+    """Return whether a server may answer otherwise later; status: HTTP's, from 400 on."""
+    return status >= 500 or status in (408, 425, 429)
 
 
-def answer_of(error: BaseException | None) -> int | None:
-    """Return the number with which a server has answered, where clients of HTTP keep it."""
+def http_status(error: BaseException | None) -> int | None:
+    """Return the status with which a server has answered, from 400 on, where clients of HTTP keep it."""
     response = getattr(error, "response", None)
     of_botocore = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
     numbers = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
@@ -130,8 +130,8 @@ def answer_of(error: BaseException | None) -> int | None:
 
 def unreadable(error: BaseException) -> type[RunError]:
     """Return the class of the error to raise for what cannot be read, by why it cannot: ReadFailed or UserError."""
-    if (answer := answer_of(error)) is not None:
-        may_pass = answer_may_change(answer)
+    if (status := http_status(error)) is not None:
+        may_pass = status_may_change(status)
     else:
         may_pass = isinstance(error, TimeoutError | ConnectionError) or passes_by_name(error)
         may_pass = may_pass or (isinstance(error, OSError) and error.errno in _PASSING)
@@ -143,7 +143,7 @@ def unreadable_as_told(text: str) -> type[RunError]:
     name = text.partition(":")[0].rpartition(".")[2]
     if name in _ANSWERS:
         answer = re.search(r"\b[45]\d\d\b", text)
-        return ReadFailed if answer and answer_may_change(int(answer[0])) else UserError
+        return ReadFailed if answer and status_may_change(int(answer[0])) else UserError
     kind, number = getattr(builtins, name, None), re.search(r"\[Errno (\d+)\]", text)
     may_pass = name in _PASSING_NAMES or (number is not None and int(number[1]) in _PASSING)
     may_pass = may_pass or (isinstance(kind, type) and issubclass(kind, TimeoutError | ConnectionError))

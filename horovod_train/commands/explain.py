@@ -234,14 +234,14 @@ def read_launched(run_dir: Path) -> list[Entry]:
     return [entry for line in lines if (entry := read_line(line)) and entry.kind == "launch:"]
 
 
-def _starts_of(launched: Sequence[Entry]) -> list[datetime]:
-    return [entry.time for entry in launched if entry.text.startswith("start ")]
+def _starts_of(launched: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in launched if entry.text.startswith("start ")]
 
 
 def was_launched(run_dir: Path, launched: Sequence[Entry]) -> bool:
     """Return whether the command launch has started the last start's ranks, or tried to later."""
     begun, starts = _starts_of(launched), read_starts_of_root(run_dir)
-    return bool(begun and starts) and all(before.began < begun[-1] for before in starts[:-1])
+    return bool(begun and starts) and all(before.began < begun[-1].time for before in starts[:-1])
 
 
 def _not_refused(launched: Sequence[Entry]) -> list[Entry]:
@@ -267,7 +267,7 @@ def _without_logs(
     if not begun or not launched[-1].text.startswith("stopped: "):
         return None
     for rank, story in stories.items():
-        if story.began >= begun[-1] or story.entries[-1].time > launched[-1].time or rank in alive:
+        if story.began >= begun[-1].time or story.entries[-1].time > launched[-1].time or rank in alive:
             return None
     if find_holder():
         return None
@@ -577,8 +577,8 @@ def _command(run_dir: Path, stories: Sequence[RankStory], resume: Sequence[str],
     launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
     per_host = Counter(story.host for story in stories)
     hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
-    starts = [entry.text for entry in launched if entry.text.startswith("start ")]
-    if starts and (each := _ON_EACH_HOST.search(starts[-1])):
+    begun = _starts_of(launched)
+    if begun and (each := _ON_EACH_HOST.search(begun[-1].text)):
         return f"{shlex.join([*main, 'launch', '--slots', each[1], '--', *words])},{each[2]}"
     if launcher == "launch" or launched:
         return shlex.join([*main, "launch", *(hosts or ["-np", size]), "--", *words])

@@ -38,11 +38,11 @@ from horovod_train.errors import (
     ReadFailed,
     RunError,
     UserError,
-    answer_may_change,
-    answer_of,
+    http_status,
     one_line,
     passes_by_name,
     reading,
+    status_may_change,
     unreadable,
 )
 from horovod_train.output.logs import ANY_RANK
@@ -505,8 +505,8 @@ def _is_refused(error: BaseException) -> bool:
     """Return whether a request failed because the user has no access, or none any more."""
     if _is_token_late(error):
         return False
-    answers = {answer_of(error), answer_of(error.__cause__)}  # s3fs's own errors have none
-    return isinstance(error, PermissionError) or not answers.isdisjoint((401, 403)) or _is_refused_as_told(error)
+    statuses = {http_status(error), http_status(error.__cause__)}  # s3fs's own errors have none
+    return isinstance(error, PermissionError) or not statuses.isdisjoint((401, 403)) or _is_refused_as_told(error)
 
 
 def _is_refused_as_told(error: BaseException) -> bool:
@@ -533,8 +533,8 @@ def may_pass(error: BaseException) -> bool:
         return True
     if _is_refused(error):
         return False
-    if (answer := answer_of(error)) is not None:
-        return answer_may_change(answer)
+    if (status := http_status(error)) is not None:
+        return status_may_change(status)
     if isinstance(error, OSError):
         return not isinstance(error, _PERMANENT) and error.errno not in _PERMANENT_NUMBERS
     return passes_by_name(error)

@@ -420,27 +420,23 @@ def _keep_to_one_rank(callbacks: list[keras.callbacks.Callback], root_rank: int)
     That is root_rank, or the first that has one of the class. A class of the user's that exchanges with other ranks
     stays on those that have it: they would wait for it.
     """
-    numbers = [
-        number
+    kinds = {
+        number: type(callback).__name__
         for number, callback in enumerate(callbacks)
         if isinstance(callback, _FILE_WRITERS) and not _calls_collectives(type(callback))
-    ]
-    kinds = [type(callbacks[number]).__name__ for number in numbers]
+    }
     with exchanging("the start of model.fit"):
-        by_rank = objects.gather(sorted(set(kinds)), "fit.writers")
-    having: dict[str, list[int]] = {}
-    for rank, kinds_there in enumerate(by_rank):
-        for kind in kinds_there:
-            having.setdefault(kind, []).append(rank)
+        by_rank = objects.gather(sorted(set(kinds.values())), "fit.writers")
+    having = {kind: [rank for rank, there in enumerate(by_rank) if kind in there] for kind in kinds.values()}
     writers = {kind: root_rank if root_rank in ranks else ranks[0] for kind, ranks in having.items()}
-    for number, kind in zip(numbers, kinds, strict=True):
+    for number, kind in kinds.items():
         callback = callbacks[number]
         if isinstance(callback, BestModelCheckpoint):
             callback.root_rank = writers[kind]
         if writers[kind] != hvd.rank():
             callbacks[number] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
     for writer in sorted(set(writers.values())):
-        of_writer = [kind for kind in dict.fromkeys(kinds) if writers[kind] == writer]
+        of_writer = [kind for kind in writers if writers[kind] == writer]
         others = [rank for kind in of_writer for rank in having[kind] if rank != writer]
         shown = [kind for kind in of_writer if kind != keras.callbacks.ProgbarLogger.__name__]
         if shown and others and hvd.rank() == min(others):

@@ -294,7 +294,7 @@ def _wait_for_all(server: StepServer, step: Meeting, deadline: float) -> Place:
         raise _failed_elsewhere(failure)
     arrivals = [_report(step), *(reports[rank] for rank in range(1, step.size))]
     try:
-        places = find_places([json.loads(arrival.split(b" ", 2)[2]) for arrival in arrivals])
+        places = find_places([_read_arrival(arrival)[1] for arrival in arrivals])
     except UserError:
         _tell_failure(server, step, deadline, _FAILED.format(rank=0, exit_code=UserError.exit_code).encode())
         raise
@@ -338,9 +338,15 @@ def _report(step: Meeting) -> bytes:
     return f"here {secrets.token_hex(8)} {json.dumps([step.here, boot_id(), step.local_rank])}".encode()
 
 
+def _read_arrival(report: bytes) -> tuple[str, tuple[str, str, int | None]]:
+    """Return the number of an arrival, and where the rank is, as `find_places` takes it."""
+    _, number, where = report.decode().split(" ", 2)
+    return number, json.loads(where)
+
+
 def _answer_key(rank: int, report: bytes) -> str:
     """Return the key of root's answer to an arrival; a rank that is started again gets another one."""
-    return f"answer.{rank}.{report.split(b' ', 2)[1].decode()}"
+    return f"answer.{rank}.{_read_arrival(report)[0]}"
 
 
 def find_places(arrivals: Sequence[tuple[str, str, int | None]]) -> list[Place]:

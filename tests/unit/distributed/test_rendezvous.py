@@ -29,6 +29,7 @@ from horovod_train.distributed.launch.rendezvous import (
     _choose_interface,
     _find_root,
     _is_root,
+    _read_arrival,
     _report,
     _wait_for_all,
     find_places,
@@ -292,7 +293,7 @@ def test_tasks_of_a_slurm_step_get_their_places_by_its_names_of_hosts() -> None:
         Meeting("srun", rank, 3, "n1", None, "7.0.0", local_rank, local_size, False, hosts, host)
         for rank, (local_rank, local_size, host) in enumerate(tasks)
     ]
-    arrivals = [json.loads(_report(rank).split(b" ", 2)[2]) for rank in ranks]
+    arrivals = [_read_arrival(_report(rank))[1] for rank in ranks]
     assert find_places(arrivals) == [Place("n1", 0, 2, 0, 2), Place("n1", 1, 2, 0, 1), Place("n2", 0, 1, 1, 2)]
 
 
