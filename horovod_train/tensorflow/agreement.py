@@ -80,24 +80,27 @@ class PerVariable(Generic[T]):
             weakref.finalize(variable, self._values.pop, id(variable), None)
         return self._values[id(variable)]
 
-    def values(self) -> list[T]:
-        return list(self._values.values())
-
 
 def _new_number() -> tf.Variable:
     with tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
 
 
-def _numbers_outside_graphs() -> PerVariable[Any]:
-    return PerVariable(lambda: make_outside_graphs(_new_number))
+def _new_counter() -> tf.Variable:
+    counter = make_outside_graphs(_new_number)
+    _all_counters.append(counter)
+    return counter
 
 
 _numbers: defaultdict[int | None, PerVariable[int]] = defaultdict(lambda: PerVariable(itertools.count().__next__))
-_counters: defaultdict[int | None, PerVariable[Any]] = defaultdict(_numbers_outside_graphs)
+_counters: defaultdict[int | None, PerVariable[Any]] = defaultdict(lambda: PerVariable(_new_counter))
 """By process set, then by the first of the variables that are exchanged together: the number of their exchanges."""
-_at_first: defaultdict[int | None, PerVariable[Any]] = defaultdict(_numbers_outside_graphs)
-"""So too, the digest of the variables at their first exchange."""
+_all_counters: list[Any] = []
+"""Also those of models that are freed, on each rank at a time of its own: the sum never falls."""
+_at_first: defaultdict[int | None, PerVariable[Any]] = defaultdict(
+    lambda: PerVariable(lambda: make_outside_graphs(_new_number))
+)
+"""By process set and variable as the counters, the digest of the variables at their first exchange."""
 _disagreement: RanksDisagree | None = None
 
 
@@ -113,14 +116,13 @@ def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_se
 def exchange_count() -> int:
     """Return how many exchanges of gradients this rank has begun. May be called from any thread, during a step."""
     # Not counter.numpy(), which copies to the default device: on a GPU, after all that it has to compute.
-    return sum(int(counter) for counters in list(_counters.values()) for counter in counters.values())
+    return sum(int(counter) for counter in list(_all_counters))
 
 
 def reset_counts() -> None:
     """Count the next exchange as the first, where ranks have made different numbers of them."""
-    for counters in list(_counters.values()):
-        for counter in counters.values():
-            counter.assign(0)
+    for counter in _all_counters:
+        counter.assign(0)
 
 
 def forget_process_sets() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -93,6 +95,17 @@ def test_the_watch_counts_exchanges_without_an_operation_on_the_device_that_comp
     before = agreement.exchange_count()
     counter.assign_add(4, read_value=False)
     assert agreement.exchange_count() == before + 4
+
+
+def test_the_count_of_exchanges_does_not_fall_when_a_model_is_freed() -> None:
+    """Each rank frees it at a time of its own: that rank would count as behind the others."""
+    weight = tf.Variable(1.0)
+    agreement._counters[0][weight].assign(3)
+    before, freed = agreement.exchange_count(), weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert freed() is None
+    assert agreement.exchange_count() == before
 
 
 @pytest.fixture
