@@ -43,16 +43,17 @@ class StreamPipeline(BatchSource):
     def __init__(
         self,
         stream: Stream,
-        rows: int,
+        batch: int,
         steps_per_epoch: int,
         lengths: Sequence[int] | None,
         prefetch_batches: int | None,
     ) -> None:
-        """rows: of a rank's batch. lengths: the records of each rank in epoch 0, if the steps are made for them."""
+        """batch: over all ranks, one or more each. lengths: of each rank in epoch 0, if the steps are made for them."""
         self._stream, self._lengths, self._prefetch = stream, lengths, prefetch_batches
-        ranks, self.batch_size_per_rank = stream.ranks, rows
+        ranks, self._rows = stream.ranks, rows_by_rank(batch, stream.ranks.size)
+        self.batch_size_per_rank = self._rows[ranks.rank]
         self.has_weights = len(stream.elements) == 3
-        self.global_batch_size = self.batch_size_per_rank * ranks.size
+        self.global_batch_size = batch
         self.steps_per_epoch = steps_per_epoch
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
@@ -65,15 +66,15 @@ class StreamPipeline(BatchSource):
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
         record_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._leaves)
         records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
-        self.steps_per_chunk = max(1, min(records // self.batch_size_per_rank, steps_per_epoch))
+        self.steps_per_chunk = max(1, min(records // max(self._rows), steps_per_epoch))
         self.scaled_spec = self.element_spec
         self.model_inputs = describe_inputs(self.scaled_spec.inputs)
 
     def count(self, step: int) -> int:
-        rows = self.batch_size_per_rank
         if self._lengths is None:
             return self.global_batch_size
-        return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
+        by_rank = zip(self._lengths, self._rows, strict=True)
+        return sum(min(max(length - step * rows, 0), rows) for length, rows in by_rank)
 
     def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         for epoch, epoch_ranges in itertools.groupby(ranges, lambda steps: steps.epoch):
@@ -146,6 +147,11 @@ class StreamPipeline(BatchSource):
         *leaves, weights, ids, count = values
         inputs, targets = tf.nest.pack_sequence_as(self._stream.elements[:2], leaves)
         return Batch(inputs, targets, weights, ids, count)
+
+
+def rows_by_rank(batch: int, ranks: int) -> list[int]:
+    """Return how many records of a full step each rank has; their sum is `batch`."""
+    return [(batch + ranks - 1 - rank) // ranks for rank in range(ranks)]
 
 
 def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:

@@ -41,7 +41,7 @@ from horovod_train.data.dataset import (
 )
 from horovod_train.data.pipeline import Ranks
 from horovod_train.data.source import difference, names_of
-from horovod_train.data.stream import StreamPipeline, open_stream
+from horovod_train.data.stream import StreamPipeline, open_stream, rows_by_rank
 from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup
@@ -488,11 +488,12 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
         log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {by_rank}")
     data = config.data
     assert data.global_batch_size is not None
-    rows = -(-data.global_batch_size // group.size)
-    if not is_training:
-        rows = config.eval.batch_size_per_rank or rows
-    steps = steps_per_epoch or -(-max(lengths or [0]) // rows)
-    return StreamPipeline(stream, rows, steps, lengths, prefetch_batches=data.prefetch_batches)
+    batch = data.global_batch_size
+    if not is_training and config.eval.batch_size_per_rank:
+        batch = config.eval.batch_size_per_rank * group.size
+    by_rank = zip(lengths or (), rows_by_rank(batch, group.size), strict=False)
+    steps = steps_per_epoch or max(-(-length // rows) for length, rows in by_rank)
+    return StreamPipeline(stream, batch, steps, lengths, prefetch_batches=data.prefetch_batches)
 
 
 def _describe(config: Config) -> None:

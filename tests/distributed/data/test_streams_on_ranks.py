@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import pytest
 from conftest import Finished, metrics_of, summary_of, train
 
@@ -41,6 +42,22 @@ def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path
     assert found[3] == pytest.approx(found[1], rel=1e-5)
     assert summary_of(tmp_path / "at-3")["steps"] == STEPS_AT_3
     assert found[3][0] != pytest.approx(found[3][1], rel=1e-3), "two sets of records, so the figures can differ"
+
+
+@pytest.mark.long
+def test_three_ranks_train_as_one_on_a_batch_that_they_do_not_divide(tmp_path: Path) -> None:
+    """Of an epoch of one step: later ones hold other records, by the number of ranks."""
+    rng = numpy.random.default_rng(5)
+    numpy.savez(tmp_path / "a.npz", x=rng.normal(size=(8, 6)).astype(numpy.float32), y=rng.integers(0, 2, 8))
+    options = f"{{path: {tmp_path / 'a.npz'}, inputs: [x], targets: [y]}}"
+    found = {}
+    for ranks in (3, 1):
+        data = [f"data.dataset={{name: user_streams:of_arrays, options: {options}}}", "data.batch_size_per_rank=null"]
+        finished = run(tmp_path, f"at-{ranks}", ranks, *data, "data.global_batch_size=8", "model=user_streams:linear")
+        assert finished.returncode == 0, finished.text
+        assert summary_of(tmp_path / f"at-{ranks}")["steps"] == 2
+        found[ranks] = [metrics_of(tmp_path / f"at-{ranks}", split)[-1]["loss"] for split in ("train", "eval")]
+    assert found[3] == pytest.approx(found[1], rel=1e-6)
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ def pipelines(name: str, size: int, rows: int, **options: Any) -> list[StreamPip
     streams = [stream(name, rank, size, **options) for rank in range(size)]
     lengths = [one.count() for one in streams]
     steps = -(-max(lengths) // rows)
-    return [StreamPipeline(one, rows, steps, lengths, prefetch_batches=None) for one in streams]
+    return [StreamPipeline(one, rows * size, steps, lengths, prefetch_batches=None) for one in streams]
 
 
 def batches(made: StreamPipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Any]:
@@ -53,6 +53,14 @@ def test_each_record_comes_once_and_all_ranks_take_as_many_steps() -> None:
     assert len(set(ids)) == 89
     counts = [sum(int((one[step].ids >= 0).sum()) for one in found) for step in range(17)]
     assert counts == [int(found[0][step].count) for step in range(17)] == [made[0].count(step) for step in range(17)]
+
+
+def test_a_step_has_the_given_number_of_records_also_where_ranks_do_not_divide_it() -> None:
+    streams = [stream("uneven", rank, 3, lengths=[30, 30, 29]) for rank in range(3)]
+    made = [StreamPipeline(one, 20, 5, [30, 30, 29], prefetch_batches=None) for one in streams]
+    by_step = [[int((batch.ids >= 0).sum()) for batch in batches(one)] for one in made]
+    assert by_step == [[7, 7, 7, 7, 2], [7, 7, 7, 7, 2], [6, 6, 6, 6, 5]]
+    assert [made[0].count(step) for step in range(5)] == [20, 20, 20, 20, 9]
 
 
 def test_rows_after_the_end_repeat_the_first_record_and_weigh_nothing() -> None:
@@ -136,7 +144,7 @@ def test_a_later_epoch_that_is_shorter_is_filled_and_one_that_is_longer_ends_the
 
 
 def test_with_steps_given_an_endless_stream_is_cut() -> None:
-    made = StreamPipeline(stream("endless", 1, 2), 4, 5, None, prefetch_batches=1)
+    made = StreamPipeline(stream("endless", 1, 2), 8, 5, None, prefetch_batches=1)
     found = batches(made, 0, 0, 3)
     assert len(found) == 15
     assert found[4].inputs[:, 0].tolist() == [33, 35, 37, 39]
