@@ -61,8 +61,11 @@ _name = like(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "lowercase letters, digits a
 """A name of Kubernetes, shorter than its 63 characters, because names of pods and a service are made from it."""
 _DNS_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _claim = like(rf"(?=.{{1,253}}$){_DNS_LABEL}(\.{_DNS_LABEL})*", "lowercase letters, digits, - and ., at most 253")
-"""The name of a PersistentVolumeClaim: https://www.rfc-editor.org/rfc/rfc1123, as Kubernetes checks it."""
+"""The name of a PersistentVolumeClaim or a Secret: https://www.rfc-editor.org/rfc/rfc1123, as Kubernetes checks it."""
 _path = like(r"(?a)(/(?!\.\.(/|$))[\w.-]+)+", "a path such as /data")
+
+_KEPT = {"immutable": True}
+"""Else a manifest that is printed anew and applied would give a pod that is replaced another token than the others."""
 
 Manifest = dict[str, Any]
 
@@ -103,6 +106,14 @@ def add_arguments(parser: Parser) -> None:
         default=[],
         metavar="CLAIM:/PATH",
         help="a PersistentVolumeClaim and where it is mounted; ReadWriteMany; can be repeated",
+    )
+    parser.add_argument(
+        "--env-from",
+        type=_claim,
+        action="append",
+        default=[],
+        metavar="SECRET",
+        help="a Secret whose keys are variables of the ranks, as of S3 or MLflow; can be repeated",
     )
     parser.add_argument("--workdir", type=_path, metavar="/PATH", help="where it runs; default: the first --volume")
     parser.add_argument("--name", type=_job_name, metavar="NAME", help="of the job; default: that of output_dir")
@@ -160,6 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
         cpus=arguments.cpus,
         memory=arguments.memory,
         volumes=volumes,
+        secrets=arguments.env_from,
         workdir=arguments.workdir or (volumes[0].path if volumes else None),
         save_within_s=math.ceil(arguments.save_within),
         max_restarts=arguments.max_restarts,
@@ -170,6 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
     kind, manifests = ("MPIJob", mpi_job(job)) if arguments.mpijob else ("Job", indexed_job(job))
     print(f"# {ranks} ranks of horovod_train on {job.nodes} pod(s); kubectl apply -f THIS_FILE")
     print(f"# To stop it, after a checkpoint: kubectl delete {kind.lower()} {job.name}. Applied again, it resumes.")
+    print("# Before one that is printed anew: kubectl delete -f THIS_FILE.")
     print(yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120), end="")
     device = f"{per_rank} GPU(s)" if gpus else "CPUs"
     to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {ranks}, each with {device}")
@@ -206,6 +219,8 @@ class Job:
     cpus: int | None
     memory: str | None
     volumes: Sequence[Volume]
+    secrets: Sequence[str]
+    """Names of those whose keys are variables of the ranks."""
     workdir: str | None
     save_within_s: int
     max_restarts: int
@@ -247,7 +262,7 @@ def indexed_job(job: Job) -> list[Manifest]:
     # Names are published before pods are ready, because ranks look for pod 0 while it starts.
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": job.name}}
     return [
-        _manifest(job, "v1", "Secret", type="Opaque", stringData=token),
+        _manifest(job, "v1", "Secret", type="Opaque", **_KEPT, stringData=token),
         _config_map(job),
         _manifest(job, "v1", "Service", spec=service),
         _manifest(job, "batch/v1", "Job", spec=spec),
@@ -287,7 +302,7 @@ def _manifest(job: Job, version: str, kind: str, **content: Any) -> Manifest:
 
 
 def _config_map(job: Job) -> Manifest:
-    return _manifest(job, "v1", "ConfigMap", data=job.config_texts)
+    return _manifest(job, "v1", "ConfigMap", **_KEPT, data=job.config_texts)
 
 
 def _codes(*codes: int) -> Manifest:
@@ -319,6 +334,7 @@ def _pod(job: Job, command: Sequence[str], environment: Sequence[Manifest], *, i
         "command": list(command),
         **({"workingDir": job.workdir} if job.workdir else {}),
         **({"env": list(environment)} if environment else {}),
+        **({"envFrom": [{"secretRef": {"name": name}} for name in job.secrets]} if job.secrets else {}),
         **({"resources": {"limits": limits}} if limits else {}),
         "volumeMounts": mounts,
     }

@@ -34,6 +34,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, A
         (),
         ("--nodes", "4", "--gpus-per-node", "8", "--cpus", "64", "--memory", "256Gi"),
         ("--nodes", "2", "--slots", "2", "--namespace", "team", "--name", "mine", "--save-within", "00:20:00"),
+        ("--env-from", "s3-keys", "--env-from", "mlflow"),
     ],
 )
 def test_a_job_is_as_kubernetes_schemas_want_it(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
@@ -42,6 +43,23 @@ def test_a_job_is_as_kubernetes_schemas_want_it(capsys: pytest.CaptureFixture[st
     for manifest in manifests:
         kubernetes_validate.validate(manifest, VERSION, strict=True)
     assert len({manifest["metadata"]["name"] for manifest in manifests}) == 1
+
+
+def test_secrets_become_variables_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ("--env-from", "s3-keys", "--env-from", "mlflow")
+    pods = [printed(capsys, *named)[-1]["spec"]["template"]["spec"]]
+    replicas = printed(capsys, "--mpijob", *named)[-1]["spec"]["mpiReplicaSpecs"]
+    pods += [each["template"]["spec"] for each in replicas.values()]
+    expected = [{"secretRef": {"name": "s3-keys"}}, {"secretRef": {"name": "mlflow"}}]
+    assert [pod["containers"][0]["envFrom"] for pod in pods] == [expected] * 3
+    assert "envFrom" not in printed(capsys)[-1]["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_a_manifest_printed_anew_changes_nothing_that_a_running_job_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """kubectl apply refuses to: https://kubernetes.io/docs/concepts/configuration/secret/#secret-immutable."""
+    first, again = printed(capsys), printed(capsys)
+    assert [manifest for manifest, other in zip(first, again, strict=True) if manifest != other] == [first[0]]
+    assert [manifest["kind"] for manifest in first if manifest.get("immutable")] == ["Secret", "ConfigMap"]
 
 
 def test_a_part_of_a_second_is_time_to_save(capsys: pytest.CaptureFixture[str]) -> None:
