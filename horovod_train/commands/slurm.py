@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         *([f"From {site_file()}: {', '.join(of_site)}"] if of_site else []),
     ]
     # Use an environment by its absolute path, so that the script can be submitted from any folder.
-    venv = sys.prefix if sys.prefix != sys.base_prefix else ".venv"
+    venv = ".venv" if sys.prefix == sys.base_prefix and os.path.exists(".venv") else sys.prefix
     train_arguments = ["--config", *files, *overrides, "--output-dir", output_dir]
     print(render(job, head=head, arguments=train_arguments, folder=str(Path.cwd()), venv=venv), end="")
     for line in [*_explain(job, config, output_dir), *_defaults(arguments, job, of_site)]:

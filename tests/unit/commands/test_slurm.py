@@ -238,6 +238,23 @@ def test_words_and_paths_reach_the_ranks_as_they_are(
     assert not (tmp_path / "made").exists()
 
 
+def test_a_python_of_conda_or_of_a_module_is_found_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefix" / "bin").mkdir(parents=True)
+    for name in ("python", "srun"):
+        (tmp_path / "prefix" / "bin" / name).write_text('#!/bin/bash\nprintf "%s\\n" "$0"\n')
+        (tmp_path / "prefix" / "bin" / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for name in ("prefix", "base_prefix"):
+        monkeypatch.setattr(sys, name, str(tmp_path / "prefix"))
+    script, _ = printed(capsys, "--time", "01:00:00", "--output-dir", "runs/a")
+    given = {**os.environ, "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
+    finished = subprocess.run(["bash", "-s"], input=script, env=given, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines()[-1] == str(tmp_path / "prefix" / "bin" / "srun")
+
+
 @pytest.mark.parametrize(
     ("words", "is_refused"),
     [
