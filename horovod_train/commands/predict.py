@@ -13,6 +13,7 @@ import os
 import re
 
 from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, chosen_weights
+from horovod_train.config.paths import record_path_problem, text_problem
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import find_records, look_before_start
 from horovod_train.data.random_access.images import are_images
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         nargs="+",
         action="extend",
+        type=str,
         metavar="PATH",
         help="records, with targets or without; images: a folder, a glob or files; default: data.eval",
     )
@@ -42,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         if _is_setting(word):
             raise UserError(f"--data: {word} is a setting, and no such file exists; give settings before --data.")
     config, checkpoint = choose_run(arguments)
+    for path in arguments.data or () if not config.data.source else ():
+        if problem := text_problem("data.eval", path) or record_path_problem("data.eval", path):
+            raise UserError(f"--data: {problem}")
     paths = tuple(arguments.data or config.data.eval)
     if not paths:
         instead = "" if config.data.dataset else ", or data.eval"

@@ -27,7 +27,6 @@ from horovod_train.config.paths import (
     remote_problem,
     takes_remote_paths,
     text_problem,
-    unreadable_problem,
 )
 from horovod_train.config.registry import suggest
 from horovod_train.config.rules import broken_rules, lookup
@@ -395,9 +394,9 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         if is_number(value):
             return float(value)
         _fail(path, origins, f"expected a number; received {value!r}.")
-    # Every string: most strings are paths, and no setting is an address.
-    check = unreadable_problem if takes_remote_paths(path) else remote_problem
-    if hint is str and isinstance(value, str) and (problem := check(value) or path_problem(path, value)):
+    # Every string: most strings are paths, and no setting is an address. Those of records: rules, for data.source.
+    is_checked = hint is str and isinstance(value, str) and not takes_remote_paths(path)
+    if is_checked and (problem := remote_problem(value) or path_problem(path, value)):
         _fail(path, origins, problem)
     if hint is int and isinstance(value, int) and abs(value) > _LARGEST_INT:
         _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")

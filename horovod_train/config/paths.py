@@ -128,7 +128,8 @@ def remote_problem(text: str) -> str | None:
     """Return what is wrong with a path that is not on a local file system; None if it may be local."""
     if _URL.match(text):
         return (
-            f"expected a local path; received {without_secrets(text)}. Remote ones are not read: mount it, or copy it."
+            f"expected a local path; received {without_secrets(text)}. Only data.train, data.eval and predict's --data "
+            "may name a store: mount it, or copy it."
         )
     return None
 
@@ -151,10 +152,18 @@ def takes_remote_paths(key: str) -> bool:
     return key in ("data.train", "data.train.path", "data.eval")
 
 
-def remote_path_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with settings that are about object stores: (key, problem)."""
+def record_path_problem(key: str, text: str) -> str | None:
+    """Return why no records can be read from the path at `section.key`; None if they may be."""
+    return unreadable_problem(text) or path_problem(key, text)
+
+
+def record_path_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the paths of records, and with settings that are about object stores: (key, problem)."""
     data, watch = config.data, config.watch
-    # A class of data.source does what it likes with its entries.
+    if not data.source:  # whose class does what it likes with its entries
+        for split in ("train", "eval"):
+            found = (record_path_problem(f"data.{split}", path) for path in data.paths(split))
+            yield from ((f"data.{split}", problem) for problem in found if problem)
     if data.source or not any(map(is_remote, (*data.paths("train"), *data.paths("eval")))):
         if data.retry_s != DataConfig.retry_s:
             yield "data.retry_s", "is for s3:// and other remote paths, and there are none. Leave it out."

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from horovod_train.config.paths import remote_path_problems
+from horovod_train.config.paths import record_path_problems
 from horovod_train.config.settings import Config, DataConfig, Spec, default_of
 from horovod_train.errors import UserError
 
@@ -85,7 +85,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from _wrong_objective(config)
     yield from _wrong_logs(config)
     yield from _wrong_fine_tuning(config)
-    yield from remote_path_problems(config)
+    yield from record_path_problems(config)
     yield from _without_effect(config)
     if not (data.train or data.dataset):
         yield "data.train", "is required: a folder, file or glob of records; see docs/data.md."
@@ -127,7 +127,7 @@ def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
     if (data.fold or data.eval_fraction) and data.eval and data.paths("eval") != data.paths("train"):
         problem = "parts the records of data.train, so data.eval must name the same, or be left out"
         received = f"received data.train {', '.join(data.paths('train'))} and data.eval {', '.join(data.paths('eval'))}"
-        yield key, f"{problem}; {received}. To evaluate on other records: {key}=null."
+        yield key, f"{problem} (data.eval=[]); {received}. To evaluate on other records: {key}=null."
     if data.fold is None:
         return
     parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)

@@ -192,8 +192,8 @@ def test_parts_are_drawn() -> None:
         (["data.eval_fraction=0.2", "data.eval=other"], "data.eval_fraction: parts the records of data.train, so"),
         (
             ["data.fold=1/5", "data.eval=other"],
-            "data.fold: parts the records of data.train, so data.eval must name the same, or be left out; received "
-            "data.train a and data.eval other. To evaluate on other records: data.fold=null.",
+            "data.fold: parts the records of data.train, so data.eval must name the same, or be left out "
+            "(data.eval=[]); received data.train a and data.eval other. To evaluate on other records: data.fold=null.",
         ),
     ],
 )
