@@ -90,9 +90,6 @@ class SyncStrategy:
     delay = 0
     """Steps between computing and applying a gradient: 0 or 1."""
 
-    stops_at_once = True
-    """Whether all ranks stop at the step in which one has failed; the batch that it used last is then the cause."""
-
     settled: tf.Variable | None = None
     """int64: the step at which ranks were last made equal; None: they are after each."""
 
@@ -153,8 +150,6 @@ class Local(SyncStrategy):
     that the forward pass assigns, and what has the `aggregation` "only_first_replica", become rank 0's. Where ranks
     must be equal in between, such as for an evaluation, they are averaged there too.
     """
-
-    stops_at_once = False
 
     def __init__(self, parts: SyncParts) -> None:
         super().__init__()
@@ -260,7 +255,6 @@ class Stale(SyncStrategy):
     """
 
     delay = 1
-    stops_at_once = False
 
     def __init__(self, parts: SyncParts) -> None:
         super().__init__()

@@ -174,7 +174,7 @@ class TrainStep:
         if size not in self._runs:
             self._runs[size] = _compiled(self._run_steps, size)
         continues, ids = batches.call(self._runs[size], tf.constant(steps, tf.int32))
-        if not continues and self._notes_at_end and self.update.optimizers.failed:
+        if not continues and not self.update.holds_back and self.update.optimizers.failed:  # a branch in each step is costly
             failure = self.state.failure
             self._note_failure(self.state.step, failure.last_loss, 0, self.rows.scaled(batches.last_taken()))
         self.figures.count(len(ids) * ids.shape[1])
@@ -431,16 +431,8 @@ class TrainStep:
         if self.update.holds_back:
             self._end_update_or_skip(failed, loss, batch)
             return self.state.failure.step > 0
-        state = self.state
         self._update_averages(None)
-        if not self._notes_at_end:
-            tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
         return failed
-
-    @property
-    def _notes_at_end(self) -> bool:
-        """Whether a failure is noted after a compiled call, which has ended at it: a branch in each step is costly."""
-        return self.state.synchronization.stops_at_once and not self.update.holds_back
 
     def _note_failure(self, step: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int, batch: Batch | None) -> None:
         self.state.failure.note(step, self.update.optimizers.is_cause, loss, skips, batch, self.labels)
