@@ -19,7 +19,7 @@ from horovod_train.config.registry import call, check_numbers, choose_keras, fin
 from horovod_train.config.rules import PER_OUTPUT, class_weight_problem
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
-from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside, parts_in
+from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models import MODELS
@@ -311,20 +311,8 @@ def _without_shape(tensor: tf.Tensor) -> Any:
     return operation
 
 
-def held_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """Return the losses that a model and its layers hold, besides those of `compile`."""
-    given = {id(loss) for loss in parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)}
-    return [
-        loss
-        for layer in layers_inside(model)
-        for name, value in vars(layer).items()
-        if name != "_compile_loss"  # Keras' own sum of losses
-        for loss in parts_in(value, keras.losses.Loss)
-        if id(loss) not in given
-    ]
-
-
 def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
     """Return the losses that a model was compiled with and those that it and its layers hold; those in them, too."""
-    given = compile_arguments(model).get("loss")
-    return list(all_parts_in([*compiled_losses(model), given, *held_losses(model)], keras.losses.Loss))
+    held = [value for layer in layers_inside(model) for name, value in vars(layer).items() if name != "_compile_loss"]
+    given = compile_arguments(model).get("loss")  # `_compile_loss` is Keras' own sum of losses
+    return list(all_parts_in([*compiled_losses(model), given, *held], keras.losses.Loss))
