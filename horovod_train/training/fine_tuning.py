@@ -209,7 +209,14 @@ def match(
     }
     wanted = {path: tuple(weight.shape) for path, weight in weights.items() if path not in excluded}
     with ExitStack() as files:
-        arrays, run = _open(source, model, wanted, files)
+        checkpoint, merged, arrays = None, list[str](), dict[str, Any]()
+        if is_users(source):
+            arrays = _from_function(source)
+        elif source.endswith((".keras", ".h5")):
+            arrays = _from_file(source, model, wanted, files)
+        else:
+            checkpoint = open_checkpoint(source, _WHERE)
+            arrays, merged = _from_run(checkpoint, wanted)
         common = [path for path in wanted if path in arrays]
         if not common:
             raise UserError(
@@ -226,13 +233,13 @@ def match(
         left = [path for path in arrays if path not in common]
         taken = {path: _values(arrays[path], path, source) for path in common}
     warnings: list[str] = []
-    if run is not None:
+    if checkpoint is not None:
         head = [path for path in weights if not is_lora(path)][-1]  # a new one learns the classes of now
         held = contents(model) | dict(of_preprocess or {})
-        warnings += _changed_vocabularies(run.checkpoint, held)
-        warnings += _guessed_lora(run)
-        warnings += _changed_classes(run.checkpoint, class_names or {}) if head in taken else ()
-        warnings = [f"{_WHERE}: {run.checkpoint.folder}: {warning}" for warning in warnings]
+        warnings += _changed_vocabularies(checkpoint, held)
+        warnings += _guessed_lora(checkpoint, merged)
+        warnings += _changed_classes(checkpoint, class_names or {}) if head in taken else ()
+        warnings = [f"{_WHERE}: {checkpoint.folder}: {warning}" for warning in warnings]
     return Match(taken, left, [path for path in weights if path not in common], warnings)
 
 
@@ -275,30 +282,11 @@ def _values(stored: Any, path: str, source: str) -> np.ndarray:
     raise UserError(f"{_WHERE}: {source}: {path} is {stored.dtype} there; expected numbers.")
 
 
-class _SourceRun(NamedTuple):
-    """A run that weights come from. merged: the paths of weights to which what LoRA learned there is added."""
-
-    checkpoint: Checkpoint
-    merged: Sequence[str]
-
-
-def _open(
-    source: str, model: keras.Model, wanted: Shapes, files: ExitStack
-) -> tuple[Mapping[str, Any], _SourceRun | None]:
-    """Return the arrays of a source by path, and the run if it is one; of a file, datasets, open as long as `files`."""
-    if is_users(source):
-        return _from_function(source), None
-    if source.endswith((".keras", ".h5")):
-        return _from_file(source, model, wanted, files), None
-    return _from_run(source, wanted)
-
-
-def _from_run(path: str, wanted: Shapes) -> tuple[Arrays, _SourceRun]:
-    """Return the weights of a checkpoint, or their moving averages if it holds any, as `export` takes them.
+def _from_run(checkpoint: Checkpoint, wanted: Shapes) -> tuple[Arrays, list[str]]:
+    """Return the weights of a checkpoint, or their moving averages if it holds any; the paths of those LoRA changed.
 
     wanted: the shapes of the model's weights by path, without those of init_exclude.
     """
-    checkpoint = open_checkpoint(path, _WHERE)
     try:
         arrays = read_arrays(checkpoint)
     except Damaged as error:
@@ -306,7 +294,7 @@ def _from_run(path: str, wanted: Shapes) -> tuple[Arrays, _SourceRun]:
     weights: Arrays = {}
     for kind in ("model/", "ema/"):
         weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
-    return weights, _SourceRun(checkpoint, _merge_lora(weights, wanted))
+    return weights, _merge_lora(weights, wanted)
 
 
 def _merge_lora(weights: Arrays, wanted: Shapes) -> list[str]:
@@ -339,9 +327,9 @@ def _changed_vocabularies(checkpoint: Checkpoint, held: Mapping[str, str]) -> It
         )
 
 
-def _guessed_lora(run: _SourceRun) -> Iterator[str]:
-    patterns = run.checkpoint.facts.setting("model.lora")
-    layers = {path: path.rpartition("/")[0] for path in run.merged}
+def _guessed_lora(checkpoint: Checkpoint, merged: Sequence[str]) -> Iterator[str]:
+    patterns = checkpoint.facts.setting("model.lora")
+    layers = {path: path.rpartition("/")[0] for path in merged}
     if guessed := [path for path, layer in layers.items() if not any(re.search(each, layer) for each in patterns)]:
         yield (
             f"what LoRA learned is added to {listed(guessed)} as if enable_lora had been given no lora_alpha. If it "
