@@ -131,24 +131,17 @@ def make_metrics(model: keras.Model, spec: Any, data_of: Callable[[Any], Data]) 
     """Have Keras make the metrics that a model was compiled with, which it makes when it has a batch and its outputs.
 
     TensorFlow traces a function that makes variables twice. So metrics are made in a function of their own, which takes
-    the outputs as they come from `forward`: neither the forward pass nor the trial is traced twice.
+    the model's outputs: neither the forward pass nor the trial is traced twice.
     """
 
-    def forward(records: Any) -> tuple[Any, ...]:
+    def make(records: Any, outputs: Any) -> None:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data_of(records))
-        return x, y, model(x, training=False), weights
-
-    def make(given: tuple[Any, ...]) -> None:
-        model.compute_loss(*given)
-        model.compute_metrics(*given)
-
-    def spec_of(value: Any) -> Any:
-        return None if value is None else tf.TensorSpec(value.shape, value.dtype)
+        model.compute_loss(x, y, outputs, weights)
+        model.compute_metrics(x, y, outputs, weights)
 
     # What is wrong with the model, its losses or metrics, the trial says.
     with suppress(Exception):
-        given = tf.function(forward, autograph=False).get_concrete_function(spec).structured_outputs
-        tf.function(make, autograph=False).get_concrete_function(tf.nest.map_structure(spec_of, given))
+        tf.function(make, autograph=False).get_concrete_function(spec, try_outputs(model, spec.inputs, ""))
 
 
 def _refuse_text(nodes: Sequence[Any], spec: Any, method: str) -> None:
