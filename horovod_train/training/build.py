@@ -44,7 +44,7 @@ from horovod_train.training.steps.shares import Rows, Shares
 from horovod_train.training.steps.step import EvalStep, PhaseVariable, Seeds, TrainStep
 from horovod_train.training.steps.trial import Tried, check_variables, make_metrics, try_outputs, try_step
 from horovod_train.training.stopping import BestTracker, EarlyStopping
-from horovod_train.training.sync import STRATEGIES, SyncParts
+from horovod_train.training.sync import Local, Stale, SyncStrategy
 
 
 @dataclass(frozen=True)
@@ -265,20 +265,7 @@ def build_training(
         owner="horovod",
     )
     averages = _averages(config, compiled)
-    parts = SyncParts(
-        config.train,
-        group,
-        model,
-        functools.partial(exchange.combine_each, name="settled.gradient"),
-        slots=optimizers.variables,
-        rates=[*optimizers.learning_rates.values()],
-        forward_state=forward_state.of_kind("mean"),
-        of_root=forward_state.of_kind("first"),
-        # Slots of an optimizer are among its variables.
-        averages=[] if averages.are_of_optimizer else list(averages.variables.values()),
-        sparse_as_dense=sent.sparse_as_dense,
-    )
-    synchronization = STRATEGIES[config.train.synchronization](parts)
+    synchronization = _synchronization(config, group, optimizers, averages, forward_state, exchange, model)
     knows_loss = tried.calls_compute_loss
     state = TrainState(
         model, optimizers, tracked, averages=averages, synchronization=synchronization, knows_loss=knows_loss
@@ -306,6 +293,29 @@ def build_training(
         max_skips_in_a_row=max_skips,
         placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
     )
+
+
+def _synchronization(
+    config: Config,
+    group: WorkerGroup,
+    optimizers: Optimizers,
+    averages: Averages,
+    forward_state: ForwardState,
+    exchange: GradientExchange,
+    model: keras.Model,
+) -> SyncStrategy:
+    train = config.train
+    if train.synchronization == "stale":
+        combine = functools.partial(exchange.combine_each, name="settled.gradient")
+        return Stale(model, combine, sparse_as_dense=exchange.sparse_as_dense, skips=train.non_finite == "skip")
+    if train.synchronization == "local":
+        assert train.average_every_steps is not None
+        rates = {id(rate) for rate in optimizers.learning_rates.values()}
+        slots = [slot for slot in optimizers.variables if id(slot) not in rates]
+        kept = [] if averages.are_of_optimizer else averages.variables.values()  # those are slots
+        beside = [*slots, *kept, *forward_state.of_kind("mean")]
+        return Local(group, model, train.average_every_steps, beside, forward_state.of_kind("first"))
+    return SyncStrategy()
 
 
 def _averages(config: Config, compiled: Compiled) -> Averages:

@@ -1,20 +1,18 @@
 """When ranks exchange, and what: gradients at every step, gradients one step late, or weights every few steps.
 
-Each strategy is a SyncStrategy; STRATEGIES names them.
+Each strategy is a SyncStrategy; build chooses it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.allreduce import add_up_rows
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.layer_contents import by_unique_name
@@ -45,29 +43,6 @@ class Drift(NamedTuple):
     "changed": the change of the mean of its elements; 0.0 if unchanged. "apart": the root mean square, over its
     elements, of value − mean over ranks.
     """
-
-
-@dataclass(frozen=True)
-class SyncParts:
-    """What a strategy is built from."""
-
-    config: TrainConfig
-    group: WorkerGroup
-    model: keras.Model
-    combine: CombineList
-    """Combines gradients over the ranks, outside of a step."""
-    slots: Sequence[Any] = ()
-    """The variables of the optimizers."""
-    rates: Sequence[Any] = ()
-    """Those of them that are learning rates."""
-    forward_state: Sequence[tf.Variable] = ()
-    """Weights that are not trained and that the forward pass assigns, as BatchNormalization does: those to average."""
-    of_root: Sequence[tf.Variable] = ()
-    """And those that are to become rank 0's, such as integers."""
-    averages: Sequence[tf.Variable] = ()
-    """Moving averages of the weights, if any."""
-    sparse_as_dense: bool = True
-    """Whether sparse gradients may become dense tables; only those can wait a step."""
 
 
 def settled_step() -> tf.Variable:
@@ -151,18 +126,21 @@ class Local(SyncStrategy):
     must be equal in between, such as for an evaluation, they are averaged there too.
     """
 
-    def __init__(self, parts: SyncParts) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        model: keras.Model,
+        every: int,
+        beside: Sequence[Any] = (),
+        of_root: Sequence[tf.Variable] = (),
+    ) -> None:
+        """beside: what is averaged besides the trained weights. of_root: what becomes rank 0's."""
         super().__init__()
-        assert parts.config.average_every_steps is not None
-        self.group, self.every = parts.group, parts.config.average_every_steps
-        model = parts.model
-        rates = {id(rate) for rate in parts.rates}
-        slots = [variable for variable in parts.slots if id(variable) not in rates]
-        more = (*slots, *parts.averages, *parts.forward_state)
-        variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
+        self.group, self.every = group, every
+        variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *beside)]
         self.weights = by_path(model.trainable_variables)
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
-        self.of_root = list(parts.of_root)
+        self.of_root = list(of_root)
         self._is_root = tf.Variable(self.group.is_root, trainable=False)  # not a constant: see ForwardState
         self.settled: tf.Variable = settled_step()
         self.squared_distance = tf.Variable(0.0, trainable=False)
@@ -256,10 +234,16 @@ class Stale(SyncStrategy):
 
     delay = 1
 
-    def __init__(self, parts: SyncParts) -> None:
+    def __init__(
+        self, model: keras.Model, combine: CombineList, *, sparse_as_dense: bool = True, skips: bool = False
+    ) -> None:
+        """combine: outside of a step. sparse_as_dense: whether sparse gradients may become tables, as they must.
+
+        skips: whether non-finite gradients are skipped when they are due to be applied.
+        """
         super().__init__()
-        self._combine, self._sparse_as_dense = parts.combine, parts.sparse_as_dense
-        trained = parts.model.trainable_variables
+        self._combine, self._sparse_as_dense = combine, sparse_as_dense
+        trained = model.trainable_variables
         self._index = {id(as_tf_variable(weight)): index for index, weight in enumerate(trained)}
         """By the id of a weight: its place in `pending`."""
         self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
@@ -269,8 +253,7 @@ class Stale(SyncStrategy):
             (f"pending/{path}", variable) for path, variable in zip(paths, self.pending, strict=True)
         )
         self.variables["settled_step"] = self.settled
-        # With non_finite: skip, non-finite gradients are skipped when they are due to be applied.
-        self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
+        self.must_be_finite = [] if skips else self.pending
 
     def exchange(
         self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any], step: tf.Tensor
@@ -303,11 +286,3 @@ class Stale(SyncStrategy):
             variable.assign(mean)
         self.settled.assign(step)
         return True
-
-
-STRATEGIES: dict[str, Callable[[SyncParts], SyncStrategy]] = {
-    "every_step": lambda _: SyncStrategy(),
-    "stale": Stale,
-    "local": Local,
-}
-"""The values of train.synchronization."""
