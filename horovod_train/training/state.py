@@ -10,7 +10,6 @@ import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -106,17 +105,17 @@ class TrainState:
         variables = (item for item in self.variables().items() if item[0].startswith("optimizer/"))
         return {name: variable for name, variable in variables if name.rpartition("/")[2] == "learning_rate"}
 
-    def settle(self, group: WorkerGroup) -> Settled:
+    def settle(self, group: WorkerGroup) -> TrainState:
         """Collective: make variables equal that may differ between exchanges; often there are none.
 
-        The result can be compared and saved. Raises DivergedError, on all ranks, as `check_finite` does.
+        Returns the state, which can then be compared and saved. Raises DivergedError, on all ranks, as `check_finite` does.
         """
         self.check_finite(group)  # before an exchange spreads non-finite numbers to all ranks
         with group.heartbeat.phase("exchange"):
             has_exchanged = self.synchronization.settle(int(self.step))
         if has_exchanged:
             self.check_finite(group, is_own=False)
-        return Settled(self)
+        return self
 
     def check_finite(self, group: WorkerGroup, *, is_own: bool = True) -> None:
         """Collective: raise DivergedError, on all ranks, if numbers on any rank are no longer finite.
@@ -185,19 +184,12 @@ class TrainState:
             total.update(bytes_of(as_tf_variable(weight)))
         return total.hexdigest()
 
-
-@dataclass(frozen=True)
-class Settled:
-    """A state that is finite and, equal on all ranks but for the loss, until the next step. See `settle`."""
-
-    state: TrainState
-
     def digests(self) -> dict[str, str]:
         """Map the name of each variable that must be equal on all ranks at every step to a digest of its bytes.
 
         XXH3 is some 20 times as fast as SHA-256, and ranks that compute are no attackers.
         """
-        compared = {name: each for name, each in self.state.variables().items() if name != _LOSS_AVERAGE}
+        compared = {name: each for name, each in self.variables().items() if name != _LOSS_AVERAGE}
         return {name: xxhash.xxh3_128_hexdigest(bytes_of(variable)) for name, variable in compared.items()}
 
     def snapshot(self, group: WorkerGroup, copies: Copies) -> dict[str, np.ndarray]:
@@ -206,10 +198,9 @@ class Settled:
         With the latter, a resume at the same number of ranks continues bit for bit; at another number it uses the mean.
         Only root saves; other ranks copy nothing and return an empty dict. The next snapshot overwrites `copies`.
         """
-        state = self.state
-        arrays = copies.take(state.variables()) if group.is_root else {}
-        by_rank = group.to_root(state.loss_average.numpy()[np.newaxis])
-        if group.is_root and state.knows_loss:
+        arrays = copies.take(self.variables()) if group.is_root else {}
+        by_rank = group.to_root(self.loss_average.numpy()[np.newaxis])
+        if group.is_root and self.knows_loss:
             arrays |= {_LOSS_AVERAGE: by_rank.mean(axis=0), LOSS_AVERAGE_BY_RANK: by_rank}
         return arrays
 
