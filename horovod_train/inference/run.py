@@ -97,6 +97,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
             _add_penalties(config, trained)
             compiled = compile_model(config, trained.model, None)
             step = build_evaluation(config, group, compiled, pipeline, Shares(group))
+        step.begin(0)
         group.heartbeat.set_probe(step.counter)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = step.metrics.result(group)

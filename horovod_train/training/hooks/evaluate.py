@@ -44,9 +44,10 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         state.settle(run.group)  # before callbacks exchange the weights for their averages
     may_change = parts.callbacks.run_users_code("on_test_begin")
     before = parts.callbacks.state("on_test_begin") if may_change else {}
-    undo = _undoing(weights_by_name(state.model.weights, "model") | state.rates if may_change else {})
+    forward_state = {variable.name: variable for variable in parts.eval_step.forward_state.variables}
+    undo = _undoing(weights_by_name(state.model.weights, "model") | state.rates if may_change else forward_state)
     tell(run, step, "on_test_begin")
-    with run.outside_training("evaluate"):
+    with run.outside_training("evaluate"), parts.train_step.figures.kept():
         with nullcontext() if state.averages.are_of_optimizer else state.averages.in_place():
             interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
         values = run.group.broadcast_object(parts.eval_step.metrics.result(run.group))  # bit-equal, whatever the hosts
@@ -73,8 +74,7 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 
 def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason | None:
-    step.trained_steps = int(run.state.step)
-    before = step.forward_state.values()
+    step.begin(int(run.state.step))
     heartbeat = run.group.heartbeat
     for batches, steps, size in pipeline.one_epoch(run.config.train.steps_per_call):
         compiling = nullcontext() if step.has_compiled(size) else heartbeat.phase("compile", "a step of the evaluation")
@@ -82,8 +82,6 @@ def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason
         with compiling, heartbeat.probing(step.counter), pipeline.explaining():
             step.run(batches, steps, size)
         if reason := run.stopping.vote_periodically():
-            for variable, value in zip(step.forward_state.variables, before, strict=True):
-                variable.assign(value)  # a run that resumes evaluates from the first record again
             return reason
     return None
 

@@ -63,9 +63,8 @@ class Figures:
         # Not those that a metric makes later: it does so in another step, as in that of an evaluation.
         states = [variable for metric in self._metrics for variable in metric.variables]
         self._states = list({id(variable): variable for variable in states}.values())
-        self._aside: list[np.ndarray] | None = None
         made = [variable.numpy() for variable in self.variables]  # Keras' own reset_state sets all of them to 0
-        self._reset()
+        self.reset()
         self._initial = [variable.numpy() for variable in self.variables]
         changed = [(updates or {}).get(id(variable.handle), "sum") for variable in self.variables]
         self._kinds = [_kind(*each) for each in zip(self._states, changed, self._initial, made, strict=True)]
@@ -112,7 +111,7 @@ class Figures:
         states = [variable.numpy().astype(np.float64) for variable in self.variables]
         gained = [state - initial for state, initial in zip(states, self._initial, strict=True)]
         self._moved = gained if self._moved is None else [a + b for a, b in zip(self._moved, gained, strict=True)]
-        self._reset()
+        self.reset()
         self._records = 0
 
     @contextmanager
@@ -123,14 +122,6 @@ class Figures:
         for variable, value in kept:
             variable.assign(value)
 
-    def begin(self) -> bool:
-        """Set the model's metrics aside until `result`, so that this split can have them; return whether it had to."""
-        if self._aside is not None:
-            return False
-        self._aside = [variable.numpy() for variable in self.variables]
-        self._reset()
-        return True
-
     def result(self, group: WorkerGroup, *, keep: bool = False) -> dict[str, float]:
         """Collective: return the figures over the steps of all ranks since the last call; then reset, unless `keep`."""
         kept = self._added() if keep else None
@@ -138,11 +129,8 @@ class Figures:
         values = {name: _part(metric.result(), source) for name, (metric, source) in self._sources.items()}
         unseen = [name for name, mean in self._means.items() if not mean.count.numpy()]
         values |= dict.fromkeys(unseen, math.nan)  # Keras' 0 could count as the best
-        self._reset()
+        self.reset()
         self._moved, self._records, self._has_steps = None, 0, False
-        for variable, value in zip(self.variables, self._aside or (), strict=self._aside is not None):
-            variable.assign(value)
-        self._aside = None
         if kept is not None:
             self._take(kept)
         return values
@@ -225,7 +213,8 @@ class Figures:
             value = initial + total if kind == "sum" else _OVER_RANKS[kind](total)
             variable.assign(tf.cast(value, variable.dtype))
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Set the states of the metrics to their beginning."""
         for metric in self._metrics:
             metric.reset_state()
 

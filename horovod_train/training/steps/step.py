@@ -487,13 +487,10 @@ class EvalStep:
     seeds: Seeds
 
     def __post_init__(self) -> None:
-        self.trained_steps = 0
-        """Those before the evaluation, for `counter`."""
         with tf.device("CPU:0"):  # as in PhaseVariable
             self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._rows_per_batch = 0
         self.retrace()
-        self._begin = tf.function(lambda: self.seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
     def retrace(self) -> None:
         """Compile the step when it runs next: a loss has the penalties of the weights that are trained then."""
@@ -503,14 +500,18 @@ class EvalStep:
         """Return whether `run` need not compile first for steps of this size."""
         return size in self._runs
 
+    def begin(self, trained_steps: int) -> None:
+        """Begin an evaluation, which draws the same numbers each time. trained_steps: before it, for `counter`."""
+        self.trained_steps = trained_steps
+        self.metrics.reset()
+        self.seeds.set(tf.constant(0, tf.int64))
+
     def counter(self) -> tuple[int, None, str]:
         """Tell how far the evaluation is: a probe of a Heartbeat, which calls it in a thread."""
         return self.trained_steps, None, f"batch {int(self._batches)}"
 
     def run(self, batches: Batches, steps: int, size: StepSize) -> None:
-        """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
-        if self.metrics.begin():
-            self._begin()
+        """Evaluate the next `steps` batches in one compiled call."""
         if size not in self._runs:
             self._runs[size] = _compiled(self._run_steps, size)
         batches.call(self._runs[size], tf.constant(steps, tf.int32))
