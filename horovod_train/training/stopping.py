@@ -299,8 +299,8 @@ def _end_at_second_sigint() -> Iterator[None]:
 class BestTracker:
     """The best value, its step, and the number of evaluations since: variables, so that a checkpoint contains them."""
 
-    def __init__(self, name: str, watched: Watched, min_delta: float = 0.0) -> None:
-        self.metric, self.sign, self.min_delta = watched.metric, 1 if watched.mode == "max" else -1, min_delta
+    def __init__(self, name: str, watched: Watched) -> None:
+        self.metric, self.sign = watched.metric, 1 if watched.mode == "max" else -1
         self.value = tf.Variable(math.nan, dtype=tf.float64, trainable=False, name=f"{name}_value")
         self.step = tf.Variable(-1, dtype=tf.int64, trainable=False, name=f"{name}_step")
         self.evaluations_since = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_evaluations_since")
@@ -313,10 +313,10 @@ class BestTracker:
         self.step.assign(-1)
         self.evaluations_since.assign(0)
 
-    def update(self, step: int, values: Mapping[str, float], *, min_delta: float | None = None) -> None:
+    def update(self, step: int, values: Mapping[str, float], *, min_delta: float = 0.0) -> None:
         """Take the values of an evaluation, the same on all ranks. NaN, or no such value, never counts as best."""
         new, old = values.get(self.metric, math.nan), float(self.value)
-        is_better = math.isnan(old) or self.sign * (new - old) > (self.min_delta if min_delta is None else min_delta)
+        is_better = math.isnan(old) or self.sign * (new - old) > min_delta
         if math.isnan(new) or not is_better:
             self.evaluations_since.assign_add(1)
         else:
@@ -330,13 +330,13 @@ class EarlyStopping:
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self.config = config
-        self.best = BestTracker("early_stopping", config, config.min_delta)
+        self.best = BestTracker("early_stopping", config)
 
     def update(self, step: int, values: Mapping[str, float]) -> StopReason | None:
         """Take the values of an evaluation, the same on all ranks; return the stop reason or None."""
         reached = self.reached(values.get(self.config.metric, math.nan))
         # A value that reaches the target is kept however little better it is, so that a later start knows of it.
-        self.best.update(step, values, min_delta=0 if reached else None)
+        self.best.update(step, values, min_delta=0 if reached else self.config.min_delta)
         return reached or self.ended()
 
     def reached(self, value: float) -> StopReason | None:
