@@ -192,13 +192,9 @@ def saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
 
     That callbacks or hooks have ended the run counts only while the config names the same ones.
     """
-    settings, facts = as_dict(config), checkpoint.facts
-
-    def is_same(setting: str) -> bool:
-        return _as_json(settings[setting]) == _as_json(facts.setting(setting))
-
     ends = {"have_stopped": "callbacks", "hook_ended": "hooks"}
-    return {name: value for name, value in facts.callbacks.items() if name not in ends or is_same(ends[name])}
+    changed = checkpoint.facts.changes(config, [*ends.values()])
+    return {name: value for name, value in checkpoint.facts.callbacks.items() if ends.get(name) not in changed}
 
 
 def _without_other_values(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
