@@ -206,8 +206,7 @@ def build_hooks(run: Run, audit: Audit, held: Mapping[str, str]) -> list[Hook]:
         every(per_epoch if run.parts.callbacks or is_by_epoch else None, log_training),
         # Where a run ends between two lines, of which the next counts all steps. At the last step before it is saved: a
         # checkpoint must not be newer than its line.
-        at([run.parts.last_step], partial(log_training, keep=True)),
-        every(None, partial(log_training, keep=True), at_end="always"),
+        at([run.parts.last_step], partial(log_training, keep=True), at_end="always"),
         *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
