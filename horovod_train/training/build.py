@@ -36,7 +36,7 @@ from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.hooks import Hook, load_hooks
 from horovod_train.training.losses import losses_of
-from horovod_train.training.state import Averages, MovingAverages, TrainState, find_seeds
+from horovod_train.training.state import Averages, TrainState, find_seeds, moving_averages
 from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.histograms import check_names, find_layers
 from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
@@ -323,7 +323,7 @@ def _averages(config: Config, compiled: Compiled) -> Averages:
     if kept and config.train.ema_decay is not None:
         raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
     if config.train.ema_decay is not None:
-        return MovingAverages(compiled.model, config.train.ema_decay)
+        return moving_averages(compiled.model, config.train.ema_decay)
     return Averages(kept, are_of_optimizer=bool(kept))
 
 

@@ -268,9 +268,11 @@ class Averages:
     updates them; such averages are evaluated only if a callback asks for it.
     """
 
-    def __init__(self, averaged: Sequence[tuple[Any, Any]], *, are_of_optimizer: bool = False) -> None:
+    def __init__(
+        self, averaged: Sequence[tuple[Any, Any]], *, decay: float | None = None, are_of_optimizer: bool = False
+    ) -> None:
         """averaged: weights, Keras' or TensorFlow's, each with its average."""
-        self.are_of_optimizer = are_of_optimizer
+        self.decay, self.are_of_optimizer = decay, are_of_optimizer
         self._weights = [as_tf_variable(weight) for weight, _ in averaged]
         self.variables = by_unique_name((weight.path, as_tf_variable(average)) for weight, average in averaged)
         self._trained: list[tf.Tensor] = []
@@ -302,19 +304,6 @@ class Averages:
         finally:
             self.put_back()
 
-
-class MovingAverages(Averages):
-    """Exponential moving averages of the trainable weights, used instead of the weights in evaluation.
-
-    average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow quickly
-    (num_updates of tf.train.ExponentialMovingAverage).
-    """
-
-    def __init__(self, model: keras.Model, decay: float) -> None:
-        self.decay = decay
-        weights = model.trainable_variables
-        super().__init__([(weight, variable_beside(weight, as_tf_variable(weight))) for weight in weights])
-
     def update(self, step: tf.Tensor) -> None:
         """In the compiled step, after an update. step: int64 scalar, updates so far."""
         with tf.name_scope("moving_average"):
@@ -322,3 +311,9 @@ class MovingAverages(Averages):
             decay = tf.minimum(self.decay, (1 + updates) / (10 + updates))
             for weight, average in zip(self._weights, self.variables.values(), strict=True):
                 average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
+
+
+def moving_averages(model: keras.Model, decay: float) -> Averages:
+    """Return exponential moving averages of the trainable weights."""
+    weights = model.trainable_variables
+    return Averages([(weight, variable_beside(weight, as_tf_variable(weight))) for weight in weights], decay=decay)

@@ -25,7 +25,7 @@ from horovod_train.distributed.sync_batch_norm import rows_that_count, synchroni
 from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
 from horovod_train.keras_seams import loss_in_training, loss_tracker, losses_weighed, mask_of, set_mask
 from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite, variables_are_finite
-from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
 from horovod_train.training.steps.optimizers import Update, add_lists, only_count
 from horovod_train.training.steps.shares import Data, Part, Rows, Shares, first_rows, parts_of
@@ -453,11 +453,12 @@ class TrainStep:
 
     def _update_averages(self, is_left_out: tf.Tensor | None) -> None:
         averages, step = self.state.averages, tf.identity(self.state.step)
-        if isinstance(averages, MovingAverages):
-            if is_left_out is None:
-                averages.update(step)
-            else:
-                tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
+        if averages.decay is None:
+            return
+        if is_left_out is None:
+            averages.update(step)
+        else:
+            tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
