@@ -44,7 +44,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         state.settle(run.group)  # before callbacks exchange the weights for their averages
     may_change = parts.callbacks.run_users_code("on_test_begin")
     before = parts.callbacks.state("on_test_begin") if may_change else {}
-    forward_state = {variable.name: variable for variable in parts.eval_step.forward_state.variables}
+    forward_state = {str(number): each for number, each in enumerate(parts.eval_step.forward_state.variables)}
     undo = _undoing(weights_by_name(state.model.weights, "model") | state.rates if may_change else forward_state)
     tell(run, step, "on_test_begin")
     with run.outside_training("evaluate"), parts.train_step.figures.kept():
