@@ -50,7 +50,8 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     with run.outside_training("evaluate"), parts.train_step.figures.kept():
         with nullcontext() if state.averages.are_of_optimizer else state.averages.in_place():
             interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
-        values = run.group.broadcast_object(parts.eval_step.metrics.result(run.group))  # bit-equal, whatever the hosts
+        # From root, so that they are bit-equal, whatever the hosts.
+        values = {} if interrupted else run.group.broadcast_object(parts.eval_step.metrics.result(run.group))
     if interrupted:
         state.averages.put_back()  # callbacks are not told that it ends, and the next start tells them that it begins
         undo()

@@ -64,13 +64,11 @@ class Figures:
         states = [variable for metric in self._metrics for variable in metric.variables]
         self._states = list({id(variable): variable for variable in states}.values())
         made = [variable.numpy() for variable in self.variables]  # Keras' own reset_state sets all of them to 0
+        self._moved: list[np.ndarray] | None
         self.reset()
         self._initial = [variable.numpy() for variable in self.variables]
         changed = [(updates or {}).get(id(variable.handle), "sum") for variable in self.variables]
         self._kinds = [_kind(*each) for each in zip(self._states, changed, self._initial, made, strict=True)]
-        self._moved: list[np.ndarray] | None = None
-        self._records = 0
-        self._has_steps = False
 
     @property
     def names(self) -> list[str]:
@@ -106,13 +104,15 @@ class Figures:
         """Between compiled calls: note that so many more records are in the states; move sums into float64 in time."""
         self._has_steps = True
         self._records += records
-        if self._records < RECORDS_IN_FLOAT32 or not all(kind == "sum" for kind in self._kinds):
+        if self._records < RECORDS_IN_FLOAT32:
             return
-        states = [variable.numpy().astype(np.float64) for variable in self.variables]
-        gained = [state - initial for state, initial in zip(states, self._initial, strict=True)]
-        self._moved = gained if self._moved is None else [a + b for a, b in zip(self._moved, gained, strict=True)]
-        self.reset()
-        self._records = 0
+        moved = self._moved or [np.zeros(initial.shape) for initial in self._initial]
+        states = zip(self.variables, self._initial, self._kinds, strict=True)
+        for number, (variable, initial, kind) in enumerate(states):
+            if kind == "sum":  # others do not grow
+                moved[number] = moved[number] + (variable.numpy().astype(np.float64) - initial)
+                variable.assign(initial)
+        self._moved, self._records = moved, 0
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -130,7 +130,6 @@ class Figures:
         unseen = [name for name, mean in self._means.items() if not mean.count.numpy()]
         values |= dict.fromkeys(unseen, math.nan)  # Keras' 0 could count as the best
         self.reset()
-        self._moved, self._records, self._has_steps = None, 0, False
         if kept is not None:
             self._take(kept)
         return values
@@ -214,9 +213,10 @@ class Figures:
             variable.assign(tf.cast(value, variable.dtype))
 
     def reset(self) -> None:
-        """Set the states of the metrics to their beginning."""
+        """Forget all steps."""
         for metric in self._metrics:
             metric.reset_state()
+        self._moved, self._records, self._has_steps = None, 0, False
 
 
 _OVER_RANKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
