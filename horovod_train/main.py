@@ -378,7 +378,7 @@ def limit_exit() -> None:
         left = [f"thread {thread.name!r}" for thread in threads if thread is not threading.main_thread()]
         if "multiprocessing" in sys.modules:
             for process in sys.modules["multiprocessing"].active_children():
-                if not process.daemon:  # Python ends the others itself
+                if not (process.daemon and waits_for_threads):  # Python will end daemons itself, if they let it
                     left.append(f"process {process.name!r}")
                     process.kill()
         if left:
@@ -391,7 +391,7 @@ def limit_exit() -> None:
 
     sys.unraisablehook = lambda failure: None if failure.exc_type is _StillRuns else show(failure)
     signal.signal(signal.SIGALRM, end_the_wait)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # again for what Python waits for after the threads
 
 
 if __name__ == "__main__":

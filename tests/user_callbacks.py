@@ -250,8 +250,14 @@ class KeepsTheBest(keras.callbacks.EarlyStopping):
         super().__init__(restore_best_weights=True)
 
 
+def _wait_for_kill() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+
 class LeavesThreads(keras.callbacks.Callback):
-    """Leaves a thread that never ends on rank 1, and a process on root; and on both what ends in time."""
+    """Leaves a thread that never ends on rank 1, and processes on root; and on both what ends in time."""
 
     def __init__(self, notes: str) -> None:
         super().__init__()
@@ -265,6 +271,7 @@ class LeavesThreads(keras.callbacks.Callback):
             threading.Thread(target=threading.Event().wait, name="uploader").start()
         else:
             multiprocessing.get_context("spawn").Process(target=signal.pause, name="converter").start()
+            multiprocessing.get_context("spawn").Process(target=_wait_for_kill, name="cache", daemon=True).start()
 
     def note_end(self, rank: int) -> None:
         threading.main_thread().join()

@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -239,6 +240,21 @@ class StopCoordinator:
         return reasons
 
 
+_for_forked: list[Callable[[], Any]] = []
+"""What a process undoes that is forked inside of `collected_signals`, as multiprocessing's workers are: SIGTERM has to
+end it, and its own SIGINT must not count as a second one of its parent."""
+os.register_at_fork(after_in_child=lambda: [undo() for undo in _for_forked])
+
+
+@contextmanager
+def _undone_in_forked(undo: Callable[[], Any]) -> Iterator[None]:
+    _for_forked.append(undo)
+    try:
+        yield
+    finally:
+        _for_forked.remove(undo)
+
+
 @contextmanager
 def collected_signals() -> Iterator[Set[int]]:
     """Collect signals as stop reasons instead of ending the process; a second SIGINT ends it immediately.
@@ -264,13 +280,19 @@ def collected_signals() -> Iterator[Set[int]]:
             raise KeyboardInterrupt
         received.add(number)
 
+    # None: set by a library in C, as one that LD_PRELOAD names, and Python cannot set it again.
+    collected = [number for number in collected if signal.getsignal(number) is not None]
     before = {number: signal.signal(number, receive) for number in collected}
-    try:
-        with nullcontext() if keeps_process else _end_at_second_sigint():
-            yield received
-    finally:
+
+    def put_back() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+    try:
+        with _undone_in_forked(put_back), nullcontext() if keeps_process else _end_at_second_sigint():
+            yield received
+    finally:
+        put_back()
 
 
 @contextmanager
@@ -290,7 +312,8 @@ def _end_at_second_sigint() -> Iterator[None]:
     before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=listen, name="second SIGINT", daemon=True).start()
     try:
-        yield
+        with _undone_in_forked(lambda: signal.set_wakeup_fd(-1)):
+            yield
     finally:
         signal.set_wakeup_fd(before)
         sending.close()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 import pytest
+from conftest import run_process
 
 from horovod_train.config.settings import EarlyStoppingConfig
 from horovod_train.distributed.launch import launcher
@@ -463,6 +464,47 @@ def test_a_second_sigint_interrupts_an_interactive_process_and_does_not_end_it(m
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
+
+
+FORKS = """
+import multiprocessing, os, signal
+from horovod_train.training.stopping import collected_signals
+
+forks = multiprocessing.get_context("fork")
+ready = forks.Event()
+
+def wait():
+    ready.set()
+    signal.pause()
+
+with collected_signals() as received:
+    with forks.Pool(2) as pool:  # its end sends SIGTERM, and waits
+        assert pool.map(abs, [-2, -1]) == [2, 1]
+    child = forks.Process(target=wait)
+    child.start()
+    assert ready.wait(60)
+    for pid in (child.pid, os.getpid()):
+        os.kill(pid, signal.SIGINT)
+    child.join()
+    assert received == {signal.SIGINT}
+print("saved")
+"""
+
+
+def test_a_forked_process_ends_at_sigterm_and_its_sigint_does_not_count_as_a_second_one_of_its_parent() -> None:
+    """Else the end of a pool would wait for ever, and one Ctrl-C in a terminal would end the run without a save."""
+    finished = run_process([sys.executable, "-c", FORKS], timeout_s=120)
+    assert (finished.returncode, finished.stdout) == (0, "saved\n"), finished.text
+
+
+def test_a_signal_that_a_library_in_c_has_taken_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python could not give it back."""
+    known = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR2 else known(number))
+    before = known(signal.SIGUSR2)
+    with collected_signals():
+        assert known(signal.SIGUSR2) == before
+        assert known(signal.SIGUSR1) != signal.SIG_DFL
 
 
 @pytest.mark.parametrize("interactive", [False, True])
