@@ -32,11 +32,12 @@ from horovod_train.commands.cli import (
     open_screen,
     write_out,
 )
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import Config, WatchConfig
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, one_line
 from horovod_train.output import logs
 from horovod_train.output.files import Artifact, json_text
+from horovod_train.output.rank_log import RankLog
 
 FINDINGS = Artifact(
     "a file that doctor wrote", ".+", content_matches=lambda path: path.read_bytes().startswith(b'{\n  "checks": ')
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_0,
         default=60.0,
         metavar="S",
-        help="seconds in which all ranks must start; default %(default)g",
+        help="seconds in which all ranks must start, and each check be over; default %(default)g",
     )
 
 
@@ -96,56 +97,72 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json not in (None, "-"):
         check_out("--json", arguments.json, FINDINGS)
     logs.load_tensorflow()
-    findings, is_root = _examine(config, arguments)
-    if is_root:
-        _show(findings, arguments.json)
+    findings = []
+    for finding, is_root in _examine(config, arguments):
+        findings.append(finding)
+        if is_root and arguments.json != "-":
+            _show(finding)
+    if is_root and arguments.json is not None:
+        _write(findings, arguments.json)
     return int(any(finding.level == "fail" for finding in findings))
 
 
-def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
+def _examine(config: Config | None, arguments: argparse.Namespace) -> Iterator[tuple[CheckResult, bool]]:
+    """Yield each finding when there is one, the same on all ranks, and whether this rank shows it."""
     from horovod_train.distributed.start import start
-    from horovod_train.distributed.watchdog.watchdog import stall_environment
+    from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 
     chosen = config or Config()
+    within_s = arguments.timeout
+    limits = WatchConfig(
+        chosen.watch.enabled, warn_after_s=within_s / 3, stop_after_s=within_s, first_step_after_s=within_s
+    )
     try:
-        environment = stall_environment(chosen.watch)
-        with _end_unless_together(arguments.timeout):
+        environment = stall_environment(limits)
+        with _end_unless_together(within_s):
             group = start(chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=environment)
     except AlreadySaid:
-        return [fail("start", "another rank could not start; it says why", "")], False
+        yield fail("start", "another rank could not start; it says why", ""), False
+        return
     except Exception as error:  # libraries may raise anything here
         rank = launcher.detect().rank
         # Usually the same on all ranks: root reports it, and its end ends the others before they report.
         time.sleep(0.0 if rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
         if isinstance(error, RunError):
-            return [fail("start", str(error), "")], True
+            yield fail("start", str(error), ""), True
+            return
         text = f"Horovod does not start on rank {rank} ({socket.gethostname()}): {one_line(error)[:300]}"
-        return [fail("start", text, "See docs/install.md.")], True
+        yield fail("start", text, "See docs/install.md."), True
+        return
     from horovod_train.commands.doctor_checks import run_checks  # after Horovod has started
 
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
-    local_findings = [vars(finding) for finding in run_checks(group, config, nearest_existing(folder).resolve())]
-    # Figures differ between ranks; the exit code must not.
-    findings = [CheckResult(**finding) for finding in group.broadcast_object(local_findings)]
-    group.close()
-    return findings, group.is_root
+    no_log = RankLog()
+    with RunEnd(group, no_log, open_watchdog(group, no_log, limits)) as run_end:
+        group.heartbeat.has_stepped = True  # an error of a check is none of the user's
+        for finding in run_checks(group, config, nearest_existing(folder).resolve()):
+            # Figures differ between ranks; the exit code must not.
+            yield CheckResult(**group.broadcast_object(vars(finding))), group.is_root
+        group.close()
+        run_end.close()
 
 
-def _show(findings: Sequence[CheckResult], to: str | None) -> None:
-    if to is not None:
-        checks = [{key: value for key, value in vars(finding).items() if key != "rows"} for finding in findings]
-        text = json_text({"checks": checks}, indent=2)
-        if to == "-":
-            print(text, flush=True)
-            return
+def _write(findings: Sequence[CheckResult], to: str) -> None:
+    checks = [{key: value for key, value in vars(finding).items() if key != "rows"} for finding in findings]
+    text = json_text({"checks": checks}, indent=2)
+    if to == "-":
+        print(text, flush=True)
+    else:
         write_out("--json", to, text + "\n", FINDINGS)
+
+
+def _show(finding: CheckResult) -> None:
     console = open_screen(launched=launcher.detect().launcher != "none")
-    for finding in findings:
-        # In one write: launchers put a prefix before each part.
-        level, text = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}" + f". {finding.do}" * bool(finding.do)
-        console.print(Text.assemble((level, COLOURS[finding.level]), text))
-        for row in finding.rows:
-            console.print(f"{'':<24}{row}", markup=False)
+    # In one write: launchers put a prefix before each part.
+    level, text = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}" + f". {finding.do}" * bool(finding.do)
+    console.print(Text.assemble((level, COLOURS[finding.level]), text))
+    for row in finding.rows:
+        console.print(f"{'':<24}{row}", markup=False)
     sys.stdout.flush()
 
 

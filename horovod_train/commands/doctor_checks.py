@@ -23,7 +23,7 @@ from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency
-from horovod_train.distributed.device import TO_NAME_GPUS, TO_SEE_GPUS
+from horovod_train.distributed.device import unseen_gpus
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import (
     Speed,
@@ -34,7 +34,7 @@ from horovod_train.distributed.horovod_info import (
     mpi_place,
     scheduler_tasks,
 )
-from horovod_train.distributed.launch.local import driver_gpus, list_gpus, naming_problem
+from horovod_train.distributed.launch.local import driver_gpus, list_gpus
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
@@ -51,44 +51,57 @@ MOST_SKEW_S = 1.0
 """Beyond this, times in logs mislead and other tools misjudge which file is newer."""
 VISIBLE_WITHIN_S = 10.0
 MIN_FREE_BYTES = 1 << 30
+_TO_NAME_ONE = "horovodrun --network-interfaces, HOROVOD_GLOO_IFACE, or NCCL_SOCKET_IFNAME if ranks exchange over NCCL"
 _PLACE = Artifact("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
 
 
 def run_checks(group: WorkerGroup, config: Config | None, folder: Path) -> Iterator[CheckResult]:
-    """Run the checks, in the order in which they are shown. Collective."""
-    yield from check_versions(group, config)
-    yield check_build(group)
-    yield check_launcher(group)
-    yield check_hosts(group)
-    yield check_devices(group)
-    yield check_threads(group)
-    yield check_settings(group)
-    yield check_averaging(group)
-    yield check_group(group)
-    yield judge_speed(measure_allreduce(group, SIZES, MEASURED_S), group.size, len(set(group.hosts)))
-    yield check_network(group)
-    yield check_file_system(group, folder)
-    yield judge_clocks(clock_offsets_s(group), group.hosts)
+    """Run the checks, in the order in which they are shown. Collective. Each is a phase, for the watchdog."""
+    checks: dict[str, Callable[[], CheckResult]] = {
+        "versions": check_versions,
+        "same everywhere": lambda: check_same(group, config),
+        "horovod": lambda: check_build(group),
+        "launcher": lambda: check_launcher(group),
+        "hosts": lambda: check_hosts(group),
+        "devices": lambda: check_devices(group),
+        "threads": lambda: check_threads(group),
+        "settings": lambda: check_settings(group),
+        "averaging": lambda: check_averaging(group),
+        "group sums": lambda: check_group(group),
+        "exchange speed": lambda: check_speed(group),
+        "network": lambda: check_network(group),
+        "file system": lambda: check_file_system(group, folder),
+        "clocks": lambda: judge_clocks(clock_offsets_s(group), group.hosts),
+    }
+    for name, check in checks.items():
+        with group.heartbeat.phase(name):
+            yield check()
 
 
-def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
-    """Collective: the versions, and whether all ranks have the same versions, code and config."""
-    versions = consistency.versions() | {name: installed_version(name) or "missing" for name in ("numpy", "mpi4py")}
-    shown = ", ".join(f"{name} {value}" for name, value in versions.items())
-    facts = {f"version of {name}": value for name, value in versions.items()}
+def _versions() -> dict[str, str]:
+    return consistency.versions() | {name: installed_version(name) or "missing" for name in ("numpy", "mpi4py")}
+
+
+def check_versions() -> CheckResult:
+    """Show the versions of this rank."""
+    return ok("versions", ", ".join(f"{name} {value}" for name, value in _versions().items()), _versions())
+
+
+def check_same(group: WorkerGroup, config: Config | None) -> CheckResult:
+    """Collective: whether all ranks have the same versions, code and config."""
+    facts = {f"version of {name}": value for name, value in _versions().items()}
     facts["code of horovod_train"] = consistency.code_digest()
     what = "versions and code"
     if config is not None:
         facts["config"] = consistency.digest(dump(config).encode())
         what = "versions, code and config"
-    findings = [ok("versions", shown, versions)]
     try:
         consistency.check(group, facts, "now")
     except RanksDisagree as error:
         fix = "Give all hosts the same checkout and .venv, best on a shared file system."
-        return [*findings, fail("same everywhere", str(error), fix)]
+        return fail("same everywhere", str(error), fix)
     ranks = "the only rank" if group.size == 1 else f"all {group.size} ranks"
-    return [*findings, ok("same everywhere", f"{what} are the same on {ranks}")]
+    return ok("same everywhere", f"{what} are the same on {ranks}")
 
 
 def check_build(group: WorkerGroup) -> CheckResult:
@@ -155,15 +168,13 @@ def check_hosts(group: WorkerGroup) -> CheckResult:
 def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
-    visible = len(tf.config.list_physical_devices("GPU"))
-    my_problem = "" if visible else naming_problem()
-    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible, len(driver_gpus()), my_problem))
-    for rank, (host, *_, problem) in enumerate(rows):
-        if problem:
+    rows = group.gather((group.hosts[group.rank], mine, len(list_gpus()), len(driver_gpus()), unseen_gpus()))
+    for rank, (host, *_, unseen) in enumerate(rows):
+        if unseen:
             facts = {"gpus": [uuids for _, uuids, *_ in rows]}
-            return fail("devices", f"rank {rank} ({host}): {problem}", TO_NAME_GPUS, facts)
-    found = judge_devices([row[:4] for row in rows])
-    alone = judge_sight([(host, uuids, driver_count) for host, uuids, _, _, driver_count, _ in rows])
+            return fail("devices", f"rank {rank} ({host}): {unseen[0]}", unseen[1], facts)
+    found = judge_devices([row[:3] for row in rows])
+    alone = judge_sight([(host, uuids, driver_count) for host, uuids, _, driver_count, _ in rows])
     return alone if found.level == "ok" and alone is not None else found
 
 
@@ -184,17 +195,13 @@ def judge_sight(rows: Sequence[tuple[str, tuple[str, ...], int]]) -> CheckResult
     return None
 
 
-def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
-    """rows: for each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees.
+def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int]]) -> CheckResult:
+    """rows: for each rank its host, the UUIDs of its GPUs, and how many it may use by the driver and the environment.
 
     That ranks do not share a GPU has been checked when the group started.
     """
-    facts = {"gpus": [uuids for _, uuids, _, _ in rows]}
-    for rank, (host, uuids, driver_count, visible) in enumerate(rows):
-        if not uuids and driver_count and not visible:
-            text = f"rank {rank} ({host}): TensorFlow sees none of the {driver_count} GPUs"
-            return fail("devices", text, TO_SEE_GPUS, facts)
-    on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
+    facts = {"gpus": [uuids for _, uuids, _ in rows]}
+    on_gpu = sum(bool(uuids) for _, uuids, _ in rows)
     if on_gpu == 0:
         return ok("devices", "no GPU here: all ranks compute on CPU", facts)
     if on_gpu < len(rows):
@@ -202,9 +209,9 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
         text = f"{on_gpu} ranks compute on GPUs, {len(rows) - on_gpu} on CPU, rank {lone} ({rows[lone][0]}) the first"
         return fail("devices", text, "Fix that host's driver, or leave it out: the GPUs would wait for it.", facts)
     used: Counter[str] = Counter()
-    for host, uuids, _, _ in rows:
+    for host, uuids, _ in rows:
         used[host] += len(uuids)
-    idle = {host: count - used[host] for host, _, count, _ in rows if count > used[host]}
+    idle = {host: count - used[host] for host, _, count in rows if count > used[host]}
     if idle:
         text = f"{on_gpu} ranks, each with its own GPU; idle: {idle}"
         return warning("devices", text, "Start as many ranks on a host as it has GPUs.", facts)
@@ -321,6 +328,11 @@ def check_group(group: WorkerGroup) -> CheckResult:
     return ok("group sums", "tensors that Horovod exchanges together have the right sums")
 
 
+def check_speed(group: WorkerGroup) -> CheckResult:
+    """Collective: the time of an allreduce by its size."""
+    return judge_speed(measure_allreduce(group, SIZES, MEASURED_S), group.size, len(set(group.hosts)))
+
+
 def judge_speed(speeds: Sequence[Speed], ranks: int, hosts: int) -> CheckResult:
     """Return the time and throughput of one allreduce by its size, compared with MPI alone if MPI runs."""
     rows = ["       bytes      time     GB/s" + ("   MPI alone" if speeds[-1].mpi_s is not None else "")]
@@ -342,7 +354,10 @@ def _time(seconds: float) -> str:
 
 def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    by_rank = group.gather((list_interfaces(), exchange_interfaces()))
+    told = dict(os.environ)
+    if group.exchange != "NCCL":  # a module of the cluster may set it for all
+        told.pop("NCCL_SOCKET_IFNAME", None)
+    by_rank = group.gather((list_interfaces(), exchange_interfaces(told) if group.size > 1 else []))
     return judge_network([(host, *row) for host, row in zip(group.hosts, by_rank, strict=True)])
 
 
@@ -364,11 +379,11 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, tuple[str, int]], Seque
     for name in used:
         lacking = [host for chosen_name, host in chosen if chosen_name == name and name not in hosts[host]]
         if lacking:
-            fix = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
+            fix = f"Name one that all hosts have up: {_TO_NAME_ONE}."
             return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", fix, facts)
         stays = any(hosts[host][name][0].startswith("127.") for chosen_name, host in chosen if chosen_name == name)
         if len(hosts) > 1 and stays:
-            fix = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
+            fix = f"Name the interface of the network: {_TO_NAME_ONE}."
             return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", fix, facts)
     if len(hosts) > 1 and all(len(interfaces) < 2 for interfaces in hosts.values()):
         return fail("network", text, "The hosts have no network interface that is up.", facts)

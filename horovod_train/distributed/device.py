@@ -14,13 +14,17 @@ from dataclasses import dataclass, replace
 import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig
-from horovod_train.distributed.launch.local import find_uuid, list_gpus, naming_problem, visible_gpus
+from horovod_train.distributed.launch.local import driver_problem, find_uuid, list_gpus, naming_problem, visible_gpus
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
 
 TO_SEE_GPUS = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
 """What helps where the driver lists GPUs and TensorFlow sees none: it lacks CUDA's libraries."""
 TO_NAME_GPUS = "`nvidia-smi -L` lists the GPUs; name some, unset the variable, or set it to -1 to hide all."
+TO_HAVE_GPUS = (
+    "A container needs --gpus all (docker) or --nv (apptainer); on the host the driver may be out of step with its "
+    "kernel module. CUDA_VISIBLE_DEVICES=-1 says that CPUs are meant."
+)
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,7 @@ def chosen_before() -> DeviceConfig:
 def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int) -> Device:
     """Make this rank's devices the only ones that TensorFlow uses, and set its numbers of threads.
 
-    Warns, on one rank of a host, if there are GPUs that TensorFlow does not see, or CUDA_VISIBLE_DEVICES names none of
-    them: the ranks then compute on CPU.
+    Warns, on one rank of a host, if there seem to be GPUs that TensorFlow does not see.
 
     host_cores: see host.usable_cores.
     """
@@ -97,12 +100,9 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
                 tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
     else:
         _split_cpu(config.per_rank)
-    if not gpus and local_rank == 0:
-        if problem := naming_problem():
-            to_stderr(f"warning: {socket.gethostname()}: {problem}, so ranks compute on CPU. {TO_NAME_GPUS}")
-        elif unseen := list_gpus():
-            text = f"TensorFlow sees none of the {_count(len(unseen), 'GPU')}, so ranks compute on CPU here"
-            to_stderr(f"warning: {socket.gethostname()}: {text}. {TO_SEE_GPUS}")
+    if local_rank == 0 and (unseen := unseen_gpus()):
+        problem, do = unseen
+        to_stderr(f"warning: {socket.gethostname()}: {problem}, so ranks compute on CPU here. {do}")
     threads = share_of_cores(host_cores, local_size)
     tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads or threads)
     tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads or threads)
@@ -114,6 +114,19 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
         name = f"CPU{parts}, {_count(config.intra_op_threads or threads, 'thread')}"
         return Device(name, summary, (), _names("CPU", config.per_rank))
     return _device_of_gpus(rank_gpus, gpus, local_rank, summary)
+
+
+def unseen_gpus() -> tuple[str, str] | None:
+    """Return what is wrong, and what to do, if TensorFlow sees no GPU where there should be some; otherwise None."""
+    if tf.config.list_physical_devices("GPU"):
+        return None
+    if problem := naming_problem():
+        return problem, TO_NAME_GPUS
+    if unseen := list_gpus():
+        return f"TensorFlow sees none of the {_count(len(unseen), 'GPU')}", TO_SEE_GPUS
+    if problem := driver_problem():
+        return problem, TO_HAVE_GPUS
+    return None
 
 
 def in_use(local_rank: int) -> Device:

@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from horovod_train.host import answer_of
+from horovod_train.host import answer_of, sees_gpu
 
 Way = Literal["mpirun", "horovodrun"]
 
@@ -180,6 +180,19 @@ def naming_problem() -> str:
         return ""
     named = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
     return f"{named} names none of the {len(here)} GPU{'s' * (len(here) > 1)} here"
+
+
+def driver_problem() -> str:
+    """Return why the driver lists no GPUs where there are some or the environment names some; "" if it is not so."""
+    if visible_gpus() == [] or driver_gpus():
+        return ""
+    if sees_gpu():
+        answer = _ask_driver("-L")
+        said = "" if answer is None else (answer.stdout + answer.stderr).strip().rpartition("\n")[2]
+        return f"there are GPUs in /dev, but nvidia-smi {f'says: {said}' if said else 'is missing or does not answer'}"
+    if visible_gpus():
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names GPUs, but there is none here"
+    return ""
 
 
 def driver_gpus() -> dict[int, str]:

@@ -111,6 +111,28 @@ def test_settings_that_are_shown_are_those_that_horovod_finds(rank_facts: RankFa
         assert all(shown == set_ for shown, set_ in facts["settings"].values())
 
 
+def test_a_check_that_hangs_on_one_rank_is_named_with_it_after_what_was_found_before(tmp_path: Path) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        "import os, threading\n"
+        "from horovod_train.main import entry\n"
+        "if os.environ['HOROVOD_RANK'] == '1':\n"
+        "    from horovod_train.output import logs\n"
+        "    logs.load_tensorflow()\n"
+        "    from horovod_train.commands import doctor_checks\n"
+        "    doctor_checks.list_interfaces = lambda: threading.Event().wait()\n"
+        "entry()\n"
+    )
+    words = [sys.executable, str(program), "doctor", "--timeout", "20", "--dir", str(tmp_path)]
+    finished = run_process([*launcher_command("horovodrun", 2), *words])
+    assert finished.returncode not in (0, None), finished.text
+    shown = finished.stdout + finished.stderr
+    assert "ends at the mean on all ranks" in shown
+    assert "rank 1" in shown
+    assert "in network for" in shown
+    assert "Traceback" not in finished.stdout
+
+
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(tmp_path: Path) -> None:
     script = tmp_path / "late.sh"
     script.write_text(

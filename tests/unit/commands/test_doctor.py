@@ -32,17 +32,16 @@ ALL = {0, 1, 2, 3}
 @pytest.mark.parametrize(
     ("rows", "level", "text"),
     [
-        ([("a", (), 0, 0), ("b", (), 0, 0)], "ok", "all ranks compute on CPU"),
-        ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-bb",), 2, 2)], "ok", "2 ranks, each with its own GPU"),
-        ([("a", ("GPU-aa",), 1, 1), ("b", ("GPU-bb",), 1, 1)], "ok", "each with its own GPU"),
-        ([("a", ("GPU-aa",), 4, 4)], "warning", "idle: {'a': 3}"),
-        ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-cc", "GPU-dd"), 4, 4)], "ok", "with its own GPU"),
-        ([("a", ("0",), 0, 2), ("b", ("0",), 0, 2)], "ok", "with its own GPU"),  # no UUIDs: two GPUs 0
-        ([("a", (), 4, 0)], "fail", "TensorFlow sees none of the 4 GPUs"),
-        ([("a", ("GPU-aa",), 1, 1), ("b", (), 0, 0)], "fail", "1 ranks compute on GPUs, 1 on CPU, rank 1 (b)"),
+        ([("a", (), 0), ("b", (), 0)], "ok", "all ranks compute on CPU"),
+        ([("a", ("GPU-aa",), 2), ("a", ("GPU-bb",), 2)], "ok", "2 ranks, each with its own GPU"),
+        ([("a", ("GPU-aa",), 1), ("b", ("GPU-bb",), 1)], "ok", "each with its own GPU"),
+        ([("a", ("GPU-aa",), 4)], "warning", "idle: {'a': 3}"),
+        ([("a", ("GPU-aa", "GPU-bb"), 4), ("a", ("GPU-cc", "GPU-dd"), 4)], "ok", "with its own GPU"),
+        ([("a", ("0",), 0), ("b", ("0",), 0)], "ok", "with its own GPU"),  # no UUIDs: two GPUs 0
+        ([("a", ("GPU-aa",), 1), ("b", (), 0)], "fail", "1 ranks compute on GPUs, 1 on CPU, rank 1 (b)"),
     ],
 )
-def test_one_gpu_for_each_rank(rows: list[tuple[str, tuple[str, ...], int, int]], level: str, text: str) -> None:
+def test_one_gpu_for_each_rank(rows: list[tuple[str, tuple[str, ...], int]], level: str, text: str) -> None:
     found = judge_devices(rows)
     assert (found.level, text in found.text) == (level, True), found
     assert bool(found.do) == (level != "ok")
@@ -219,9 +218,9 @@ NOT_NAMED = "names none of the 4 GPUs here"
         ("7,0", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=7,0 {NOT_NAMED}"),  # CUDA reads no further
         ("GPU-e", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=GPU-e {NOT_NAMED}"),
         ("MIG-e0", "fail", f"rank 0 (n1): CUDA_VISIBLE_DEVICES=MIG-e0 {NOT_NAMED}"),
-        ("MIG-d0", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPUs"),
-        ("0,7,1", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPUs"),
-        ("GPU-b", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPUs"),
+        ("MIG-d0", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPU"),
+        ("0,7,1", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPU"),
+        ("GPU-b", "fail", "rank 0 (n1): TensorFlow sees none of the 1 GPU"),
         (None, "fail", "rank 0 (n1): TensorFlow sees none of the 4 GPUs"),
     ],
 )

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import horovod.tensorflow as hvd
 import pytest
@@ -130,7 +131,7 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
         (
             0,
             "7",
-            "CUDA_VISIBLE_DEVICES=7 names none of the 4 GPUs here, so ranks compute on CPU. `nvidia-smi -L` lists",
+            "CUDA_VISIBLE_DEVICES=7 names none of the 4 GPUs here, so ranks compute on CPU here. `nvidia-smi -L` lists",
         ),
         (1, "7", ""),
     ],
@@ -151,6 +152,44 @@ def test_gpus_that_tensorflow_does_not_see_are_missed_on_one_rank_of_the_host(
     said = capfd.readouterr().err
     assert said.count("\n") == bool(words)
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("visible", "has_gpus", "driver", "problem"),
+    [
+        (
+            None,
+            True,
+            "echo Failed to initialize NVML; exit 9",
+            "in /dev, but nvidia-smi says: Failed to initialize NVML",
+        ),
+        (None, True, None, "there are GPUs in /dev, but nvidia-smi is missing or does not answer"),
+        ("0,1", False, None, "CUDA_VISIBLE_DEVICES=0,1 names GPUs, but there is none here"),
+        ("-1", True, None, ""),
+        ("", True, "exit 9", ""),
+        (None, False, "exit 9", ""),
+        (None, True, "echo 0, GPU-aa", ""),
+    ],
+)
+def test_a_driver_that_lists_no_gpus_where_there_should_be_some_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    has_gpus: bool,
+    driver: str | None,
+    problem: str,
+) -> None:
+    """As in a container without its GPUs, or after the driver was updated: all ranks would compute on CPUs."""
+    if driver is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(local, "sees_gpu", lambda: has_gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert problem in local.driver_problem()
+    assert bool(local.driver_problem()) == bool(problem)
 
 
 @pytest.mark.parametrize(
