@@ -205,7 +205,8 @@ def _agent_over_ssh() -> str:
     path = shlex.quote(os.environ.get("PYTHONPATH", ""))
     says = f'echo "error: $(hostname) has not" {folder} "or not" {python}", as this host has." >&2'
     refuse = f"{{ {says}; exit {NOTHING_STARTED}; }}"
-    return f"cd {folder} && test -x {python} || {refuse}; PYTHONPATH={path} exec {shlex.join(_agent())}"
+    words = f"cd {folder} && test -x {python} || {refuse}; PYTHONPATH={path} exec {shlex.join(_agent())}"
+    return f"exec sh -c {shlex.quote(words)}"  # whatever shell the user has there, such as tcsh
 
 
 def run_agent() -> int:

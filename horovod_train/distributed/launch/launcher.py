@@ -284,12 +284,11 @@ def _fault_of_lone_process(environment: Mapping[str, str]) -> str:
             f"PBS job {environment.get('PBS_JOBID')} has {len(slots)} hosts, but this process is one alone. Instead "
             f"{_ON_PBS}"
         )
-    tasks = environment.get("SLURM_NTASKS", "1")
-    if tasks == "1":
+    tasks, hosts = environment.get("SLURM_NTASKS"), environment.get("SLURM_JOB_NUM_NODES", "1")
+    if (tasks or hosts) == "1":
         return ""
-    return (
-        f"SLURM job {environment.get('SLURM_JOB_ID')} has {tasks} tasks, but this process is one alone. Instead {_SRUN}"
-    )
+    has = f"{tasks} tasks" if tasks else f"{hosts} hosts"  # each with a task, where no number of tasks was asked for
+    return f"SLURM job {environment.get('SLURM_JOB_ID')} has {has}, but this process is one alone. Instead {_SRUN}"
 
 
 def read_step(environment: Mapping[str, str]) -> Meeting | None:

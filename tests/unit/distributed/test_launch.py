@@ -69,7 +69,7 @@ def mpich(rank: int, size: int) -> dict[str, str]:
     ("environment", "launcher", "rank", "size"),
     [
         ({}, "none", 0, 1),
-        (BATCH, "none", 0, 1),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "1"}, "none", 0, 1),
         (horovodrun(3, 4), "horovodrun", 3, 4),
         (BATCH | horovodrun(1, 2, 1), "horovodrun", 1, 2),
         (mpirun(0, 2) | horovodrun(1, 2), "horovodrun", 1, 2),
@@ -112,6 +112,10 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
         (
             BATCH | {"SLURM_NTASKS": "3"},
             "SLURM job 7 has 3 tasks, but this process is one alone. Instead start it with",
+        ),
+        (
+            BATCH,
+            "SLURM job 7 has 2 hosts, but this process is one alone. Instead",
         ),
         ({"PMIX_RANK": "1"}, "this is rank 1 of a launcher that does not say how many there are"),
         (step(1) | horovodrun(0, 1), "srun started 3 copies of horovodrun, and each would be a separate run with 1"),
