@@ -28,7 +28,7 @@ from horovod_train.config.loader import as_dict, by_key
 from horovod_train.config.paths import link_to_nothing
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import ReadFailed, UserError, unreadable, unusable
-from horovod_train.output.files import parse_json, read_json, read_whole
+from horovod_train.output.files import is_gone, parse_json, read_json, read_whole
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory with its checkpoints."""
@@ -399,8 +399,8 @@ def newest_whole(folder: Path, read: Read) -> tuple[Checkpoint | None, dict[int,
 def open_checkpoint(path: str, where: str, read: Read = verify) -> Checkpoint:
     """Return the checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
 
-    Changes nothing there. where: the setting that the path came from, for the UserError if there is none or it is
-    damaged.
+    Changes nothing there. A run that goes on may remove it for a newer one, which is read instead. where: the setting
+    that the path came from, for the UserError if there is none or it is damaged.
     """
     try:
         folder = next(iter(checkpoints_at(Path(path))), None)
@@ -409,6 +409,8 @@ def open_checkpoint(path: str, where: str, read: Read = verify) -> Checkpoint:
             raise UserError(f"{where}: {link_to_nothing(path) or f'no checkpoint at {path}; {expected}.'}")
         return read(folder)
     except Damaged as error:
+        if folder is not None and is_gone(folder):
+            return open_checkpoint(path, where, read)
         if _may_be_whole(error):
             raise ReadFailed(f"{where}: {folder}: {error}. Start again when its file system answers.") from error
         raise UserError(f"{where}: {folder} is damaged: {error}. Choose another checkpoint.") from error

@@ -29,6 +29,7 @@ from horovod_train.checkpoint.layout import (
     CHECKPOINTS,
     MANIFEST,
     Best,
+    Checkpoint,
     Damaged,
     Facts,
     most_at_once,
@@ -363,6 +364,24 @@ def test_a_damaged_one_at_a_path_is_the_users_to_replace(run: Run, tmp_path: Pat
     with pytest.raises(UserError, match=r"^checkpoint.resume: .*step-000000003 is damaged: manifest.json is missing"):
         Run(tmp_path / "other").store.find(str(tmp_path / path))
     assert run.place(3).exists()
+
+
+def test_one_that_a_running_run_removes_for_a_newer_one_is_not_called_damaged(run: Run) -> None:
+    """As `evaluate` of a run that still trains may meet it."""
+    run.save(2)
+    seen = []
+
+    def read(folder: Path) -> Checkpoint:
+        seen.append(folder.name)
+        if len(seen) == 1:
+            run.save(3)
+            shutil.rmtree(folder)
+        return verify(folder)
+
+    assert open_checkpoint(str(run.directory), "--checkpoint", read).facts.step == 3
+    shutil.rmtree(run.place(3))
+    with pytest.raises(UserError, match=r"^--checkpoint: no checkpoint at"):
+        open_checkpoint(str(run.place(3)), "--checkpoint")
 
 
 @pytest.mark.parametrize("path", ["empty", "nowhere", "nowhere/step-000000003", "empty/file"])
