@@ -235,15 +235,23 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
+_SENDABLE = {
+    *(tf.float16, tf.float32, tf.float64),
+    *(tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16),
+}
+
+
 def check_sendable(variables: Sequence[Any]) -> None:
-    """Raise UserError for a variable of a dtype that Horovod can neither send nor add up: bfloat16 and narrower."""
+    """Raise UserError for a variable of a dtype that Horovod cannot send, such as bfloat16, uint32 and complex64."""
     for variable in variables:
         dtype = as_tf_variable(variable).dtype
-        if dtype.is_floating and dtype not in (tf.float16, tf.float32, tf.float64):
-            raise UserError(
-                f"variable {name_of(variable)} is {dtype.name}, which Horovod cannot exchange. "
+        if dtype not in _SENDABLE:
+            advice = (
                 "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
             )
+            if not dtype.is_floating:
+                advice = "Keep whole numbers in int64, complex ones as two variables."
+            raise UserError(f"variable {name_of(variable)} is {dtype.name}, which Horovod cannot exchange. {advice}")
 
 
 def check_have_gradients(variables: Sequence[Any]) -> None:

@@ -64,7 +64,9 @@ class Figures:
         states = [variable for metric in self._metrics for variable in metric.variables]
         self._states = list({id(variable): variable for variable in states}.values())
         made = [variable.numpy() for variable in self.variables]  # Keras' own reset_state sets all of them to 0
-        self._moved: list[np.ndarray] | None
+        self._moved: list[np.ndarray] | None = None
+        self._records = 0
+        self._has_steps = False
         self.reset()
         self._initial = [variable.numpy() for variable in self.variables]
         changed = [(updates or {}).get(id(variable.handle), "sum") for variable in self.variables]
@@ -333,11 +335,11 @@ class ForwardState:
             return
         by_dtype: dict[tf.DType, list[tuple[tf.Variable, tf.Tensor, str]]] = {}
         for keras_variable, variable, old in zip(self._variables, self.variables, before, strict=True):
-            sent = tf.int32 if variable.dtype == tf.bool else variable.dtype
+            sent = variable.dtype if variable.dtype.is_floating else tf.int64  # Horovod adds up no others, nor booleans
             by_dtype.setdefault(sent, []).append((variable, old, _kind_of_update(keras_variable)))
         for dtype, entries in by_dtype.items():
-            parts = [self._part(*entry, shares) for entry in entries]
-            flat = tf.concat([tf.reshape(tf.cast(part, dtype), [-1]) for part in parts], axis=0)
+            parts = [self._part(variable, old, kind, dtype, shares) for variable, old, kind in entries]
+            flat = tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0)
             total = self._group.sum_in_step(flat, f"forward_state.{dtype.name}")
             sums = tf.split(total, [variable.shape.num_elements() for variable, _, _ in entries])
             for (variable, old, kind), value in zip(entries, sums, strict=True):
@@ -345,12 +347,12 @@ class ForwardState:
                 if kind == "mean":
                     value *= tf.constant(1 / self._group.size, value.dtype)  # see allreduce.over_ranks
                 elif kind == "sum":
-                    value = old + value
+                    value += tf.cast(old, dtype)
                 variable.assign(tf.cast(value, variable.dtype))
 
-    def _part(self, variable: tf.Variable, old: tf.Tensor, kind: str, shares: Shares) -> tf.Tensor:
-        """Return this rank's part of the sum that the exchange makes."""
-        value = variable.read_value()
+    def _part(self, variable: tf.Variable, old: tf.Tensor, kind: str, dtype: tf.DType, shares: Shares) -> tf.Tensor:
+        """Return this rank's part of the sum that the exchange makes, in the dtype in which it is sent."""
+        value, old = (tf.cast(each, dtype) for each in (variable.read_value(), old))
         if kind == "mean":
             return shares.scaled(value)
         if kind == "sum":
