@@ -491,8 +491,8 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
     batch = data.global_batch_size
     if not is_training and config.eval.batch_size_per_rank:
         batch = config.eval.batch_size_per_rank * group.size
-    by_rank = zip(lengths or (), rows_by_rank(batch, group.size), strict=False)
-    steps = steps_per_epoch or max(-(-length // rows) for length, rows in by_rank)
+    counts = zip(lengths or (), rows_by_rank(batch, group.size), strict=False)
+    steps = steps_per_epoch or max(-(-length // rows) for length, rows in counts)
     return StreamPipeline(stream, batch, steps, lengths, prefetch_batches=data.prefetch_batches)
 
 

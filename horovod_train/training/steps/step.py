@@ -174,7 +174,8 @@ class TrainStep:
         if size not in self._runs:
             self._runs[size] = _compiled(self._run_steps, size)
         continues, ids = batches.call(self._runs[size], tf.constant(steps, tf.int32))
-        if not continues and not self.update.holds_back and self.update.optimizers.failed:  # a branch in each step is costly
+        # Else it is noted in the step. A branch in each step is costly.
+        if not continues and not self.update.holds_back and self.update.optimizers.failed:
             failure = self.state.failure
             self._note_failure(self.state.step, failure.last_loss, 0, self.rows.scaled(batches.last_taken()))
         self.figures.count(len(ids) * ids.shape[1])

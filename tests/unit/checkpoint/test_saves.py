@@ -21,7 +21,7 @@ from horovod_train.checkpoint import manager
 from horovod_train.checkpoint.layout import CHECKPOINTS, Facts, open_checkpoint, steps_in, verify
 from horovod_train.checkpoint.manager import CheckpointStore, Store
 from horovod_train.checkpoint.tensors import read_arrays, write
-from horovod_train.config.settings import Config, Spec, TrainConfig
+from horovod_train.config.settings import Config, Spec
 from horovod_train.data.audit import Audit
 from horovod_train.data.model_inputs import ModelInputs
 from horovod_train.distributed.layer_contents import contents
@@ -35,7 +35,7 @@ from horovod_train.training.open_run import Stopwatch
 from horovod_train.training.state import Copies, TrainState
 from horovod_train.training.steps.figures import Figures
 from horovod_train.training.steps.optimizers import Optimizers
-from horovod_train.training.sync import Local, SyncParts
+from horovod_train.training.sync import Local
 
 VALUES: dict[str, np.ndarray] = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -260,8 +260,7 @@ def test_the_clock_decides_only_among_steps_at_which_ranks_exchange_anyway(
     """Each save of local steps averages the weights: at steps of the clock's the result would depend on the clock."""
     run = run_of(CheckpointStore(tmp_path / CHECKPOINTS, keep=9))
     if average_every:
-        local = TrainConfig(synchronization="local", average_every_steps=average_every)
-        run.state.synchronization = Local(SyncParts(local, run.group, run.state.model, list))
+        run.state.synchronization = Local(run.group, run.state.model, average_every)
     hook = save_by_time(run, 0.5, Save(run, Audit(), {}), steps_per_call=per_call)
     assert [step for step in range(1, 13) if hook.is_due(step)] == steps
     unasked = save_by_time(run, None, Save(run, Audit(), {}), steps_per_call=per_call)

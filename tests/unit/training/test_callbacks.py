@@ -18,7 +18,7 @@ from horovod_train.config.settings import Config, Spec, TrainConfig
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.hooks.evaluate import _without_other_values, saved_state
-from horovod_train.training.state import Averages, MovingAverages
+from horovod_train.training.state import Averages, moving_averages
 from horovod_train.training.steps.optimizers import Optimizers, optimizers_in
 from horovod_train.training.stopping import StopReason
 
@@ -246,7 +246,7 @@ def test_a_state_that_json_cannot_hold_is_one_line() -> None:
 )
 def test_averages_to_swap_must_be_the_optimizers(decay: float | None, expected: str) -> None:
     model = made()
-    averages = NO_AVERAGES if decay is None else MovingAverages(model, decay)
+    averages = NO_AVERAGES if decay is None else moving_averages(model, decay)
     callbacks = load_callbacks([Spec("SwapEMAWeights", {"swap_on_epoch": True})])
     with pytest.raises(UserError) as error:
         callbacks.attach(model, applied(model), averages, epochs=1, steps_per_epoch=1)

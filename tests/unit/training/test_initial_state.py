@@ -37,7 +37,7 @@ from horovod_train.distributed import consistency
 from horovod_train.distributed.layer_contents import contents, finalize, how_built, structure
 from horovod_train.errors import UserError
 from horovod_train.training import initial_state
-from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.state import TrainState, moving_averages
 from horovod_train.training.steps.figures import FIGURES_BY_RANK, Figures
 from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.stopping import BestTracker, EarlyStopping
@@ -275,7 +275,7 @@ def compiled(rate: float, *, momentum: float = 0.0, decay: float | None = None) 
     optimizer, optimizers = keras.optimizers.SGD(rate, momentum=momentum), Optimizers({})
     optimizer.build(model.trainable_variables)
     optimizers.by_path["optimizer"] = optimizer
-    return TrainState(model, optimizers, averages=MovingAverages(model, decay) if decay else None)
+    return TrainState(model, optimizers, averages=moving_averages(model, decay) if decay else None)
 
 
 def restored(

@@ -25,14 +25,13 @@ from horovod_train.training.state import (
     LOSS_AVERAGE_BY_RANK,
     Averages,
     Copies,
-    MovingAverages,
-    Settled,
     TrainState,
     find_seeds,
+    moving_averages,
 )
 from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.steps.step import DRAWS_PER_STEP, Seeds
-from horovod_train.training.sync import Stale, SyncParts
+from horovod_train.training.sync import Stale
 
 
 def build_model() -> keras.Model:
@@ -77,7 +76,7 @@ def test_all_weights_are_compared_whatever_is_frozen(freeze: object) -> None:
     freeze(model)  # type: ignore[operator]
     state = TrainState(model, applied(model, keras.optimizers.SGD(momentum=0.9)))
     assert any(name.startswith("optimizer/") for name in state.variables())
-    assert Settled(state).digests().keys() == state.variables().keys() - {"progress/loss_averages"}
+    assert state.digests().keys() == state.variables().keys() - {"progress/loss_averages"}
 
 
 def test_layers_of_one_name_are_all_kept() -> None:
@@ -94,7 +93,7 @@ def test_layers_of_one_name_are_all_kept() -> None:
     model, optimizer = Twins(), keras.optimizers.SGD(momentum=0.9)
     model(keras.Input((2,)))
     optimizers = applied(model, optimizer)
-    stale = Stale(SyncParts(TrainConfig(), cast(WorkerGroup, Alone()), model, list, optimizer.variables))
+    stale = Stale(model, list)
     assert len(stale.variables) == len(model.trainable_variables) + 1
     kept = TrainState(model, optimizers, synchronization=stale).variables()
     wanted = [*stale.pending, *(slot.value for slot in optimizer.variables)]
@@ -185,7 +184,7 @@ def test_a_rank_gets_its_own_averages_of_losses_back() -> None:
 
     saved, other, group = built(), built(), cast(WorkerGroup, Alone())
     saved.loss_average.assign([3.0])
-    other.restore_loss_average(group, Settled(saved).snapshot(group, Copies())[LOSS_AVERAGE_BY_RANK])
+    other.restore_loss_average(group, saved.snapshot(group, Copies())[LOSS_AVERAGE_BY_RANK])
     assert other.loss_average.numpy().tolist() == [3.0]
 
 
@@ -308,7 +307,7 @@ def test_weights_return_bit_for_bit_however_large_their_averages() -> None:
     """Where a sum and a difference would round."""
     model = dense()
     model.set_weights([np.full((3, 2), 0.1, np.float32), np.zeros(2, np.float32)])
-    averages = MovingAverages(model, 0.9)
+    averages = moving_averages(model, 0.9)
     for average in averages.variables.values():
         average.assign(tf.fill(average.shape, 1e8))
     with averages.in_place():

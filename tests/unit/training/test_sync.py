@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,11 +11,10 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.layer_contents import by_unique_name
 from horovod_train.errors import UserError
-from horovod_train.training.sync import STRATEGIES, Local, Stale, SyncParts, SyncStrategy
+from horovod_train.training.sync import Local, Stale, SyncStrategy
 
 ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0, is_root=True))
 
@@ -28,7 +26,7 @@ def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
         total = tf.reduce_sum(model(tf.zeros((2, 3), tf.int32)))
     gradients = tape.gradient(total, model.trainable_variables)
     assert isinstance(gradients[0], tf.IndexedSlices)
-    stale = Stale(SyncParts(TrainConfig(), ALONE, model, list, sparse_as_dense=False))
+    stale = Stale(model, list, sparse_as_dense=False)
     with pytest.raises(
         UserError, match=r"horovod.sparse_as_dense: must be true with .* the gradient of words/embeddings"
     ):
@@ -47,7 +45,7 @@ def model() -> keras.Model:
 
 def test_gradients_wait_a_step_each_in_the_place_of_its_variable(model: keras.Model) -> None:
     """Given in another order, and by an optimizer of some of them; None stays None."""
-    stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
+    stale = Stale(model, doubled)
     kernel, bias, *_ = weights = model.trainable_variables
     first = [tf.constant([3.0]), None, tf.ones((2, 1))]
     given = [bias, weights[2], kernel]
@@ -62,7 +60,7 @@ def test_gradients_wait_a_step_each_in_the_place_of_its_variable(model: keras.Mo
 
 
 def test_settled_gradients_are_combined_once(model: keras.Model) -> None:
-    stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
+    stale = Stale(model, doubled)
     gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
     stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(0, tf.int64))
     assert stale.settle(1)
@@ -76,7 +74,7 @@ def test_settled_gradients_are_combined_once(model: keras.Model) -> None:
 def test_what_waits_at_a_step_without_records_is_applied_after_it_combined_once(
     model: keras.Model, settled: bool
 ) -> None:
-    stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
+    stale = Stale(model, doubled)
     gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
     stale.exchange(doubled, gradients, model.trainable_variables, tf.constant(0, tf.int64))
     for step in (2, 3):
@@ -93,7 +91,7 @@ def test_in_every_step_what_is_applied_is_what_the_exchange_gives() -> None:
 
 
 def test_local_steps_apply_this_ranks_gradients_with_each_row_once(model: keras.Model) -> None:
-    local = Local(SyncParts(TrainConfig(synchronization="local", average_every_steps=4), ALONE, model, doubled))
+    local = Local(ALONE, model, every=4)
     rows = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([1, 0, 1]), tf.constant([3, 1]))
     now = local.exchange(doubled, [rows, tf.constant(3.0)], [], tf.constant(0, tf.int64))
     assert tf.convert_to_tensor(now.gradients[0]).numpy().ravel().tolist() == [2.0, 5.0, 0.0]
@@ -102,7 +100,7 @@ def test_local_steps_apply_this_ranks_gradients_with_each_row_once(model: keras.
 
 
 def test_the_moves_of_local_steps_begin_before_the_first_of_several_optimizers(model: keras.Model) -> None:
-    local = Local(SyncParts(TrainConfig(synchronization="local", average_every_steps=4), ALONE, model, doubled))
+    local = Local(ALONE, model, every=4)
     sums = [float(tf.reduce_sum(weight)) for weight in model.trainable_variables]
     for weight in model.trainable_variables:
         local.exchange(doubled, [tf.ones(weight.shape)], [weight], tf.constant(0, tf.int64))
@@ -123,11 +121,7 @@ def test_a_local_average_is_of_all_that_moves_and_tells_how_far_it_moved(model: 
     )
     slot, rate, average, statistic = (tf.Variable(1.0) for _ in range(4))
     counters = [tf.Variable(3), tf.Variable(3.0)]
-    config = TrainConfig(synchronization="local", average_every_steps=4)
-    parts = SyncParts(
-        config, cast(WorkerGroup, group), model, doubled, [slot, rate], [rate], [statistic], counters, [average]
-    )
-    local = Local(parts)
+    local = Local(cast(WorkerGroup, group), model, every=4, beside=[slot, average, statistic], of_root=counters)
     before = [weight.numpy() for weight in model.trainable_variables]
     assert local.drift() is None
     for step in range(2):
@@ -176,8 +170,7 @@ def test_the_moves_of_layers_with_one_name_are_told_apart() -> None:
     )
     model = Twins()
     model(tf.zeros((1, 2)))
-    config = TrainConfig(synchronization="local", average_every_steps=4)
-    local = Local(SyncParts(config, cast(WorkerGroup, group), model, doubled))
+    local = Local(cast(WorkerGroup, group), model, every=4)
     local.exchange(doubled, [tf.constant(0.0)], [], tf.constant(0, tf.int64))
     model.second.kernel.assign(model.second.kernel + 3.0)
     assert local.settle(1)
@@ -189,11 +182,10 @@ def test_the_moves_of_layers_with_one_name_are_told_apart() -> None:
 
 def test_local_steps_without_records_move_nothing(model: keras.Model) -> None:
     """Whether or not ranks were equal before them."""
-    config = TrainConfig(synchronization="local", average_every_steps=2)
     group: Any = SimpleNamespace(
         size=2, is_root=True, average_in_step=lambda value, name: value, sum_in_step=lambda value, name: value
     )
-    local = Local(SyncParts(config, group, model, doubled))
+    local = Local(group, model, every=2)
     gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
     changed: list[float] = []
     for has_records in (False, False, True, False, False, False):
@@ -212,8 +204,7 @@ def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has
     group = SimpleNamespace(
         size=2, rank=0, is_root=True, average_in_step=lambda value, name: value, sum_in_step=lambda value, name: value
     )
-    config = TrainConfig(synchronization="local", average_every_steps=4)
-    local = Local(SyncParts(config, cast(WorkerGroup, group), model, doubled))
+    local = Local(cast(WorkerGroup, group), model, every=4)
     stops = [bool(local.end_step(tf.constant(True), tf.constant(step, tf.int64))) for step in range(1, 9)]
     assert stops == [step % 4 == 0 for step in range(1, 9)]
     assert int(local.settled) == 8
@@ -221,10 +212,9 @@ def test_local_steps_meet_where_their_number_says_and_stop_there_if_one_rank_has
     assert [local.next_sync_step(step) for step in (0, 1, 4, 5)] == [0, 4, 4, 8]
 
 
-@pytest.mark.parametrize("non_finite", ["stop", "skip"])
-def test_gradients_that_wait_must_be_finite_unless_such_ones_are_skipped(model: keras.Model, non_finite: str) -> None:
-    stale = Stale(SyncParts(TrainConfig(non_finite=cast(Any, non_finite)), ALONE, model, doubled))
-    assert len(stale.must_be_finite) == (0 if non_finite == "skip" else 4)
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_that_wait_must_be_finite_unless_such_ones_are_skipped(model: keras.Model, skips: bool) -> None:
+    assert len(Stale(model, doubled, skips=skips).must_be_finite) == (0 if skips else 4)
 
 
 def test_weights_with_one_path_have_names_of_their_own() -> None:
@@ -251,15 +241,9 @@ class Averaging:
 
 def test_how_far_local_steps_move_ranks_apart_is_not_told_before_the_first_average(model: keras.Model) -> None:
     """As after a start: 0 would say that they are equal, and the figure of the start before is not saved."""
-    config = TrainConfig(synchronization="local", average_every_steps=4)
-    local = Local(SyncParts(config, cast(WorkerGroup, Averaging()), model, doubled))
+    local = Local(cast(WorkerGroup, Averaging()), model, every=4)
     assert local.drift() is None
     assert local.settle(3)
     assert (drift := local.drift()) is not None
     assert drift.ranks_apart == pytest.approx(5**0.5)  # of the square root of the number of weights
     assert set(drift.moves) == {weight.path for weight in model.trainable_variables}
-
-
-def test_every_value_of_the_setting_has_a_strategy() -> None:
-    values = typing.get_args(typing.get_type_hints(TrainConfig)["synchronization"])
-    assert sorted(values) == sorted(STRATEGIES)
