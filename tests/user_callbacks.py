@@ -250,8 +250,9 @@ class KeepsTheBest(keras.callbacks.EarlyStopping):
         super().__init__(restore_best_weights=True)
 
 
-def _wait_for_kill() -> None:
+def _wait_for_kill(is_deaf: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    is_deaf.set()
     while True:
         signal.pause()
 
@@ -271,7 +272,10 @@ class LeavesThreads(keras.callbacks.Callback):
             threading.Thread(target=threading.Event().wait, name="uploader").start()
         else:
             multiprocessing.get_context("spawn").Process(target=signal.pause, name="converter").start()
-            multiprocessing.get_context("spawn").Process(target=_wait_for_kill, name="cache", daemon=True).start()
+            forks = multiprocessing.get_context("fork")
+            is_deaf = forks.Event()
+            forks.Process(target=_wait_for_kill, args=(is_deaf,), name="cache", daemon=True).start()
+            is_deaf.wait()
 
     def note_end(self, rank: int) -> None:
         threading.main_thread().join()

@@ -354,7 +354,7 @@ def test_threads_that_never_end_are_named_and_end_with_the_program(
     assert finished.returncode == exit_code, finished.text
     left = re.findall(r"rank (\d) \(.*\): all was done 3 s ago, but (.+) of your code still runs", finished.stderr)
     (both, uploader) = sorted(left)
-    assert (both[0], sorted(both[1].split(" and "))) == ("0", ["process 'cache'", "process 'converter'"]), finished.text
+    assert (both[0], sorted(both[1].split(", "))) == ("0", ["process 'cache'", "process 'converter'"]), finished.text
     assert uploader == ("1", "thread 'uploader'")
     assert "Exception ignored" not in finished.stderr
     assert {file.name for file in notes.iterdir()} == {"0", "1"}
