@@ -13,7 +13,7 @@ import json
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.consistency import digest
-from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside, parts_in
 from horovod_train.keras_seams import ADDED_LOSSES
 
 _TABLES: tuple[type[Any], ...] = (
@@ -36,6 +35,30 @@ _OF_A_RUN = ("seed", "trainable", "dtype")
 """Options of layers that are settings of a run."""
 CONSTANT, TABLE, VOCABULARY, OPTIONS = "constant", "table", "vocabulary", "options"
 """What the names in `contents` and `how_built` begin with."""
+
+
+def layers_inside(layer: keras.Layer) -> Iterator[keras.Layer]:
+    """Yield a layer and the layers inside it, each once, in the order of their attachment."""
+    return all_parts_in(layer, keras.Layer)
+
+
+def all_parts_in(value: Any, kind: type[T], visited: set[int] | None = None) -> Iterator[T]:
+    """Do as parts_in, and yield the parts of each part after it; each object once. visited: ids to skip."""
+    visited = set() if visited is None else visited
+    for part in parts_in(value, kind):
+        if id(part) not in visited:
+            visited.add(id(part))
+            yield part
+            yield from all_parts_in(vars(part), kind, visited)
+
+
+def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yield objects of a kind in an attribute: itself, or in lists, tuples and dictionaries, whatever their keys."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from parts_in(part, kind)
 
 
 def contents(model: keras.Model, *, of_keras_only: bool = False) -> dict[str, str]:

@@ -25,7 +25,7 @@ from horovod_train.distributed.allreduce import (
     sum_in_order,
 )
 from horovod_train.distributed.launch import launcher
-from horovod_train.distributed.sync_batch_norm import parts_in
+from horovod_train.distributed.layer_contents import parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class, weights_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, in_turn, sum_over_ranks
+from horovod_train.distributed.layer_contents import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
 
@@ -72,30 +73,6 @@ def rows_that_count(weights: tf.Tensor, share: tf.Tensor | None = None) -> Itera
         yield
     finally:
         _rows.reset(token)
-
-
-def layers_inside(layer: keras.Layer) -> Iterator[keras.Layer]:
-    """Yield a layer and the layers inside it, each once, in the order of their attachment."""
-    return all_parts_in(layer, keras.Layer)
-
-
-def all_parts_in(value: Any, kind: type[T], visited: set[int] | None = None) -> Iterator[T]:
-    """Do as parts_in, and yield the parts of each part after it; each object once. visited: ids to skip."""
-    visited = set() if visited is None else visited
-    for part in parts_in(value, kind):
-        if id(part) not in visited:
-            visited.add(id(part))
-            yield part
-            yield from all_parts_in(vars(part), kind, visited)
-
-
-def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield objects of a kind in an attribute: itself, or in lists, tuples and dictionaries, whatever their keys."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from parts_in(part, kind)
 
 
 def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool, owner: str) -> None:

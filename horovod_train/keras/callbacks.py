@@ -20,10 +20,16 @@ import tensorflow as tf
 
 from horovod_train.distributed import consistency, objects
 from horovod_train.distributed.group import key_of, name_of
-from horovod_train.distributed.layer_contents import contents, deriving_layers, finalize, options_of_weightless_layers
+from horovod_train.distributed.layer_contents import (
+    contents,
+    deriving_layers,
+    finalize,
+    layers_inside,
+    options_of_weightless_layers,
+    parts_in,
+)
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.optimizer import require_tensorflow
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError
 from horovod_train.keras.backup import check_not_elastic, restore_from_root
 from horovod_train.keras.fit import (

@@ -28,8 +28,7 @@ from horovod_train.data.random_access.hdf5 import open_hdf5
 from horovod_train.data.random_access.store import opening
 from horovod_train.data.schema import check_same_classes
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, contents
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, contents, layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import take_class, weights_of_slots
 from horovod_train.shown_text import listed

@@ -19,7 +19,7 @@ from horovod_train.config.registry import call, check_numbers, choose_keras, fin
 from horovod_train.config.rules import PER_OUTPUT, class_weight_problem
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
-from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside
+from horovod_train.distributed.layer_contents import all_parts_in, layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models import MODELS

@@ -15,7 +15,7 @@ from horovod_train.config.rules import refuse_given
 from horovod_train.config.settings import Config, Watched
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
-from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.distributed.layer_contents import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compiled_losses
 from horovod_train.training.compiled import Compiled

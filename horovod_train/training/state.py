@@ -18,8 +18,7 @@ import tensorflow as tf
 import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
-from horovod_train.distributed.layer_contents import by_unique_name
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.layer_contents import by_unique_name, layers_inside, parts_in
 from horovod_train.errors import DivergedError
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, nonfinite_names

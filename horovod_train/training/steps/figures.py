@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
-from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.layer_contents import layers_inside, parts_in
 from horovod_train.keras_seams import results_noted
 from horovod_train.training.steps.shares import Shares
 

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from horovod_train.distributed.allreduce import with_values
 from horovod_train.distributed.group import as_tf_variable
+from horovod_train.distributed.layer_contents import all_parts_in, layers_inside
 from horovod_train.distributed.optimizer import GradientExchange, distribute
-from horovod_train.distributed.sync_batch_norm import all_parts_in, layers_inside
 from horovod_train.keras_seams import is_conditional, method_replaced, weights_of
 from horovod_train.training.nonfinite import (
     are_finite,

@@ -18,7 +18,7 @@ from horovod_train.config.registry import raised_at
 from horovod_train.data.batch_source import Batch
 from horovod_train.distributed.allreduce import in_step
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.distributed.layer_contents import layers_inside
 from horovod_train.errors import RunError, UserError, kind_of, one_line
 from horovod_train.keras_seams import method_replaced, results_noted
 from horovod_train.output.metrics import ABOUT
