@@ -1,6 +1,6 @@
 """What layers are besides weights: options, constants, tables, vocabularies; and what they derive from weights.
 
-The same of a function that makes a model's inputs.
+The same of a function that makes a model's inputs. Also finds layers and other objects inside a model.
 
 None of it is sent between ranks. What is derived is derived anew, the rest is compared, by digests.
 """

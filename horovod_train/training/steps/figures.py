@@ -238,9 +238,8 @@ def _kind(variable: Any, change: str, *initial: np.ndarray) -> str:
     "max", "min" or "other". initial: what it begins with after a reset, and what it was made with.
     """
     named = {"mean": "mean", "only_first_replica": "first"}
-    aggregation = getattr(variable, "aggregation", None)
-    if str(aggregation) in named:
-        return named[str(aggregation)]
+    if (aggregation := _aggregation_of(variable)) in named:
+        return named[aggregation]
     for value in initial:
         if value.size and np.issubdtype(value.dtype, np.floating):
             limits = np.finfo(value.dtype)
@@ -361,8 +360,11 @@ class ForwardState:
 
 
 def _kind_of_update(variable: Any) -> str:
-    aggregation = getattr(variable, "aggregation", None)
-    aggregation = getattr(aggregation, "name", aggregation)  # of a tf.Variable it is an enum
     mean = "mean" if as_tf_variable(variable).dtype.is_floating else "first"  # integers have no mean
     named = {"mean": mean, "sum": "sum", "only_first_replica": "first"}
-    return named.get(str(aggregation).lower(), mean)
+    return named.get(_aggregation_of(variable), mean)
+
+
+def _aggregation_of(variable: Any) -> str:
+    aggregation = getattr(variable, "aggregation", None)
+    return str(getattr(aggregation, "name", aggregation)).lower()  # of a tf.Variable it is an enum
