@@ -307,7 +307,7 @@ def _synchronization(
     train = config.train
     if train.synchronization == "stale":
         combine = functools.partial(exchange.combine_each, name="settled.gradient")
-        return Stale(model, combine, sparse_as_dense=exchange.sparse_as_dense, skips=train.non_finite == "skip")
+        return Stale(model, combine, sparse_as_dense=config.horovod.sparse_as_dense, skips=train.non_finite == "skip")
     if train.synchronization == "local":
         assert train.average_every_steps is not None
         rates = {id(rate) for rate in optimizers.learning_rates.values()}

@@ -489,6 +489,7 @@ class EvalStep:
     seeds: Seeds
 
     def __post_init__(self) -> None:
+        self.trained_steps = 0
         with tf.device("CPU:0"):  # as in PhaseVariable
             self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._rows_per_batch = 0

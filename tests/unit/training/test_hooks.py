@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,6 @@ from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.fine_tuning import Freezing
 from horovod_train.training.hooks import Hook, StopReason, at, every, failing_as, load_hooks
 from horovod_train.training.hooks.evaluate import (
-    _evaluate_all,
     begin_callbacks,
     build_callback_hooks,
     end_callbacks,
@@ -492,31 +491,6 @@ def test_what_callbacks_make_of_averages_at_the_end_remains() -> None:
     assert (average.numpy().tolist(), weight.numpy().tolist()) == ([4.0], [2.0])
 
 
-@pytest.mark.parametrize(("reason", "left"), [(REQUEST, 1.0), (None, 3.0)])
-def test_an_evaluation_that_is_interrupted_leaves_no_weight_that_it_assigns(
-    reason: StopReason | None, left: float
-) -> None:
-    """The run that resumes evaluates from the first record."""
-    weight = tf.Variable(1.0)
-    state = SimpleNamespace(variables=[weight], values=lambda: [weight.read_value()])
-    step: Any = SimpleNamespace(
-        counter=None,
-        forward_state=state,
-        run=lambda *batch: weight.assign_add(1.0),
-        has_compiled=lambda size: True,
-    )
-    asked: Iterator[StopReason | None] = iter([None, reason])
-    run: Any = SimpleNamespace(
-        state=SimpleNamespace(step=5),
-        config=SimpleNamespace(train=SimpleNamespace(steps_per_call=1)),
-        group=SimpleNamespace(heartbeat=SimpleNamespace(probing=lambda counter: nullcontext())),
-        stopping=SimpleNamespace(vote_periodically=lambda: next(asked)),
-    )
-    pipeline: Any = SimpleNamespace(one_epoch=lambda steps: [(None, 1, None)] * 2, explaining=nullcontext)
-    assert _evaluate_all(run, pipeline, step) == reason
-    assert float(weight) == left
-
-
 class HalvesInTests(keras.callbacks.Callback):
     """Halves the weight and the rate where an evaluation begins, doubles them where it ends, and counts evaluations."""
 
@@ -546,6 +520,8 @@ class Evaluated(NamedTuple):
     weights_seen: list[float]
     weight: float
     rate: float
+    assigned: float
+    """What the forward pass has added 1 to."""
     callback_states: list[Any]
     done: list[Any]
     """What was told of its values, in order."""
@@ -554,7 +530,13 @@ class Evaluated(NamedTuple):
 
 def evaluated(*callbacks: str, of_optimizer: bool, request: StopReason | None = None, times: int = 1) -> Evaluated:
     weight, rate, seen, done = keras.Variable([2.0], name="weight"), tf.Variable(0.5), list[float](), list[Any]()
-    model = SimpleNamespace(weights=[weight], rate=rate, stop_training=False)
+    assigned = keras.Variable(0.0, trainable=False, name="assigned")
+    model = SimpleNamespace(weights=[weight, assigned], rate=rate, stop_training=False)
+
+    def run_batch(*batch: Any) -> None:
+        seen.append(float(weight.numpy()[0]))
+        assigned.assign_add(1.0)
+
     run = run_with()
     run.parts.callbacks = loaded = load_callbacks([Spec(name) for name in callbacks])
     averages = Averages([(weight, tf.Variable([8.0]))], are_of_optimizer=of_optimizer)
@@ -574,8 +556,9 @@ def evaluated(*callbacks: str, of_optimizer: bool, request: StopReason | None = 
     )
     parts.eval_step = SimpleNamespace(
         counter=None,
-        forward_state=SimpleNamespace(variables=[], values=list),
-        run=lambda *batch: seen.append(float(weight.numpy()[0])),
+        begin=lambda trained_steps: None,
+        forward_state=SimpleNamespace(variables=[assigned.value]),
+        run=run_batch,
         has_compiled=lambda size: True,
         metrics=SimpleNamespace(result=lambda group: {"loss": 0.25}),
     )
@@ -584,7 +567,7 @@ def evaluated(*callbacks: str, of_optimizer: bool, request: StopReason | None = 
     parts.early_stopping = SimpleNamespace(update=lambda step, values: done.append("early stopping"))
     reasons = [evaluate(run, 5) for _ in range(times)]
     states = [named.state() for named in loaded.named if hasattr(named.callback, "get_state")]
-    return Evaluated(seen, float(weight.numpy()[0]), float(rate), states, done, reasons)
+    return Evaluated(seen, float(weight.numpy()[0]), float(rate), float(assigned), states, done, reasons)
 
 
 SWAPS, HALVES = "SwapEMAWeights", "test_hooks:HalvesInTests"
@@ -608,6 +591,7 @@ def test_an_evaluation_sees_the_weights_that_are_asked_for_once_a_step(
     found = evaluated(*callbacks, of_optimizer=of_optimizer, times=2)
     assert (found.weights_seen, found.done) == ([weight_seen], NOTED)
     assert (found.weight, found.rate) == (2, 0.5)
+    assert found.assigned == (2 if HALVES in callbacks else 1)  # which doubles all weights
     assert found.callback_states == [1] * (HALVES in callbacks)
 
 
@@ -616,4 +600,5 @@ def test_an_evaluation_that_is_interrupted_leaves_everything_as_it_was(callbacks
     """The run is saved so, and evaluates anew when it resumes."""
     found = evaluated(*callbacks, of_optimizer=True, request=REQUEST)
     assert (found.weight, found.rate, found.done, found.reasons) == (2, 0.5, ["settled"], [REQUEST])
+    assert found.assigned == 0
     assert found.callback_states == [0] * (HALVES in callbacks)
