@@ -354,10 +354,8 @@ def _time(seconds: float) -> str:
 
 def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    told = dict(os.environ)
-    if group.exchange != "NCCL":  # a module of the cluster may set it for all
-        told.pop("NCCL_SOCKET_IFNAME", None)
-    by_rank = group.gather((list_interfaces(), exchange_interfaces(told) if group.size > 1 else []))
+    told = exchange_interfaces(over_nccl=group.exchange == "NCCL") if group.size > 1 else []
+    by_rank = group.gather((list_interfaces(), told))
     return judge_network([(host, *row) for host, row in zip(group.hosts, by_rank, strict=True)])
 
 

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     started_by = launcher.detect()
     over_ssh = arguments.hosts is not None or arguments.host_discovery is not None
     if started_by.launcher != "none" or not over_ssh:  # else it need not be started as the scheduler plans
-        started_by.check()
+        started_by.check(may_leave_hosts=arguments.np is not None)
     program = _program(arguments)
     # A SLURM step of one task is a shell in an allocation.
     meeting = None if started_by.step is None or started_by.step.is_slurm_step else started_by.step

@@ -67,18 +67,21 @@ class Launch:
     fault: str = ""
     """Why a run must not start like this, in one sentence with what to do; empty if all is well."""
 
+    leaves_hosts: bool = False
+    """Whether the fault is only that other hosts of the job would have no rank."""
+
     @property
     def uses_mpi(self) -> bool:
         return self.launcher in ("mpirun", "srun-pmix")
 
-    def check(self, *, may_be_elastic: bool = False) -> None:
+    def check(self, *, may_be_elastic: bool = False, may_leave_hosts: bool = False) -> None:
         """Raise UserError if the processes would not find each other, or are elastic where the program is not."""
         if self.is_elastic and not may_be_elastic:
             raise UserError(
                 "horovodrun --min-np starts elastic ranks, and the trainer keeps its number of ranks. Start it with "
                 "-np; a run that is started again resumes at any number. For a script: hvd.elastic in docs/migrate.md."
             )
-        if self.fault:
+        if self.fault and not (self.leaves_hosts and may_leave_hosts):
             raise UserError(self.fault)
 
 
@@ -147,7 +150,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if step is None and (meeting := read_meeting(environment)) is not None:
         return _launch_at(meeting, environment, end_time, job)
     if step is None:
-        return Launch("none", 0, 1, end_time, job, fault=_fault_of_lone_process(environment))
+        fault = _fault_of_lone_process(environment)
+        return Launch("none", 0, 1, end_time, job, fault=fault, leaves_hosts="SLURM_NTASKS" not in environment)
     if "PMIX_RANK" in environment and environment.get("HOROVOD_CONTROLLER") != "gloo":
         return Launch("srun-pmix", step.rank, step.size, end_time, job)
     return Launch("srun", step.rank, step.size, end_time, job, step=step)

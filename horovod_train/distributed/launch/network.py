@@ -16,17 +16,18 @@ _UNUSED_ADDRESS = "192.0.2.1"
 
 
 def exchange_interfaces(
-    environment: Mapping[str, str] = os.environ, addresses: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = os.environ, addresses: Mapping[str, str] | None = None, *, over_nccl: bool = True
 ) -> list[str]:
     """Return the interfaces that the ranks were told to use for exchanges; none if they were not told.
 
     HOROVOD_GLOO_IFACE is one name. NCCL_SOCKET_IFNAME is a list of prefixes of names; after `=`, of full names; after
     `^`, of those to avoid. Names that this host does not have are returned too. addresses: by the name of each
-    interface, instead of this host's.
+    interface, instead of this host's. over_nccl: whether NCCL's counts, which a cluster's module may set for all.
     """
     if gloo := environment.get("HOROVOD_GLOO_IFACE"):
         return [gloo]
-    nccl_names, addresses = environment.get("NCCL_SOCKET_IFNAME", ""), interfaces() if addresses is None else addresses
+    nccl_names = environment.get("NCCL_SOCKET_IFNAME", "") if over_nccl else ""
+    addresses = interfaces() if addresses is None else addresses
     names, is_whole = [name for name in nccl_names.lstrip("^=").split(",") if name], "=" in nccl_names[:2]
     matches = [
         known for known in addresses if any(known == name if is_whole else known.startswith(name) for name in names)

@@ -30,7 +30,7 @@ OF_ARGUMENTS: dict[str, tuple[list[str], str]] = {
     "wrong data path": (["data.train=data/digit/train"], "data.train: data/digit/train does not exist. Did you mean"),
     "another data path beside a fold": (
         ["data.eval=data/digits/train", "data.fold=1/5", "data.train=data/digit/train"],
-        "or be left out; received data.train data/digit/train and data.eval data/digits/train. To evaluate",
+        "left out (data.eval=[]); received data.train data/digit/train and data.eval data/digits/train. To evaluate",
     ),
     "a fraction as a fold": (
         ["data.fold=0.2"],

@@ -168,7 +168,7 @@ def test_the_arguments_that_are_known_to_be_paths_are_among_those_tried() -> Non
     known = {
         *(("", name) for name in ("--config", "--output-dir", "--resume")),
         *(("prepare", name) for name in ("--out", "--images", "--labels", "--file", "--eval-file")),
-        *(("predict", name) for name in ("--out", "--data", "--checkpoint", "--config")),
+        *(("predict", name) for name in ("--out", "--checkpoint", "--config")),
         *((name, "--out") for name in ("export", "evaluate")),
         *(("index", name) for name in ("PATH", "--index-dir")),
         ("explain", "RUN_DIR"),

@@ -25,6 +25,7 @@ from horovod_train.data.files import INDEX_NAME, paths_beside
 from horovod_train.data.storage import Retries, Storage
 from horovod_train.data.tfrecord.index import load_entries
 from horovod_train.errors import ReadFailed, UserError
+from horovod_train.main import main
 
 NUMBERS = itertools.count()
 
@@ -415,6 +416,34 @@ def test_bad_settings_get_one_line_without_secrets(words: list[str], said: str) 
         load([], ["data.global_batch_size=8", "train.epochs=1", *words])
     assert str(raised.value).removeprefix("command line: ").startswith(said)
     assert "SECRET" not in str(raised.value)
+
+
+def test_an_entry_for_a_users_class_may_be_any_text() -> None:
+    entries = ["postgres://db.example/table", "select " + "a, " * 200]
+    data = {"train": entries, "source": "tables:Table", "global_batch_size": 8}
+    config, _ = load([{"data": data, "train": {"epochs": 1}}])
+    assert list(config.data.paths("train")) == entries
+    with pytest.raises(UserError, match="must not hold a password"):
+        load([{"data": data | {"train": "postgres://me:SECRET@db.example/table"}, "train": {"epochs": 1}}])
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("ftp://host/x", "expected a local path, or one that begins with s3://, gs://"),
+        ("s3://", "names no folder or file; received s3://."),
+        ("s3://KEY:SECRET@b/c", "must not hold a password or a key; received s3://…@b/c."),
+        ("memory://nowhere/new", "memory://nowhere/new"),
+    ],
+)
+def test_predict_takes_records_of_a_store(capsys: pytest.CaptureFixture[str], path: str, said: str) -> None:
+    """It looks for them there before TensorFlow is loaded."""
+    words = ["--config", "digits_convnet", "--checkpoint", "nowhere", "--out", "x.npz", "--data", path]
+    assert main(["predict", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --data: ")
+    assert said in line
+    assert "SECRET" not in line
 
 
 def test_a_driver_that_is_not_installed_is_named_with_the_command(

@@ -364,6 +364,7 @@ KNOWN = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1", "docker0": "
 def test_interfaces_are_named_as_nccl_reads_them(given: str, used: list[str]) -> None:
     assert exchange_interfaces({"NCCL_SOCKET_IFNAME": given}, KNOWN) == used
     assert exchange_interfaces({"NCCL_SOCKET_IFNAME": given, "HOROVOD_GLOO_IFACE": "lo"}, KNOWN) == ["lo"]
+    assert exchange_interfaces({"NCCL_SOCKET_IFNAME": given}, KNOWN, over_nccl=False) == []
 
 
 def test_a_host_whose_own_name_is_a_loopback_address_is_reached_from_outside(tmp_path: Path) -> None:
