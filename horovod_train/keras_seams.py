@@ -26,6 +26,11 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+def stateless(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer if it has no slots yet, else a new one of its config."""
+    return type(optimizer).from_config(optimizer.get_config()) if optimizer.built else optimizer
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """Return the losses that `compute_loss` calls, made of what `compile` was given; none before its first call."""
     compiled = getattr(model, "_compile_loss", None)

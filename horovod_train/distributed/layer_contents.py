@@ -133,8 +133,12 @@ def is_of_keras(layer: keras.Layer, packages: tuple[str, ...] = ("keras.",)) -> 
 
 
 def deriving_layers(model: keras.Layer) -> list[Any]:
-    """Return the layers that derive something from their weights, as Normalization does, and keep it beside them."""
-    return [layer for layer in layers_inside(model) if callable(getattr(layer, "finalize_state", None))]
+    """Return the layers that derive something from their weights, as Normalization does, and keep it beside them.
+
+    Not a Discretization, which derives its boundaries from what `adapt` has counted; a file does not have that.
+    """
+    layers = (layer for layer in layers_inside(model) if layer.weights)
+    return [layer for layer in layers if callable(getattr(layer, "finalize_state", None))]
 
 
 def finalize(model: keras.Layer) -> None:

@@ -42,6 +42,7 @@ from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RanksStartApart, RunError, UserError, one_line
 from horovod_train.inference.predictions import Predictions, PredictionsFile, RecordNames, Specs
+from horovod_train.models import overridden
 from horovod_train.output.rank_log import RankLog
 from horovod_train.shown_text import listed
 from horovod_train.training.build import add_l2, build_evaluation, build_first_model, build_split
@@ -186,7 +187,12 @@ def _has_number_per_class(config: Config, trained: Trained, names: Sequence[str]
 
 
 def _loss(config: Config, model: keras.Model) -> Any:
-    """Return the loss that the model was trained with, as `compile` takes it; that of the output where there is one."""
+    """Return the loss that the model was trained with, as `compile` takes it; that of the output where there is one.
+
+    None: its own step knows it.
+    """
+    if config.loss.name == AUTO and not model.compiled and overridden(model, ["train_step"]):
+        return None
     loss = model.loss if config.loss.name == AUTO and model.compiled else build_loss(config.loss).loss
     losses = list(loss.values()) if isinstance(loss, Mapping) else loss
     return losses[0] if isinstance(losses, list | tuple) and len(losses) == 1 else loss

@@ -17,7 +17,7 @@ import keras
 from horovod_train.config.registry import call, choose, load_task
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError, one_line
-from horovod_train.keras_seams import name_counts
+from horovod_train.keras_seams import name_counts, stateless
 from horovod_train.models import convnet, mlp, resnet, transformer
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
@@ -89,6 +89,19 @@ def _number_names_as_at_first() -> None:
 
 
 @contextmanager
+def names_numbered_as_at_first() -> Iterator[None]:
+    """Inside the block let Keras number names as for the first model of this process; afterwards it goes on."""
+    counts = name_counts()
+    before = dict(counts or {})
+    _number_names_as_at_first()
+    try:
+        yield
+    finally:
+        if counts is not None:
+            counts.update({name: max(count, counts.get(name, 0)) for name, count in before.items()})
+
+
+@contextmanager
 def names_numbered_as_in_a_new_process() -> Iterator[None]:
     """Inside the block let Keras number names as a process does that has built no model; what it imports counts.
 
@@ -116,10 +129,13 @@ def _load(path: str) -> keras.Model:
     try:
         with warnings.catch_warnings():  # the trainer does not take the state of the file's optimizer
             warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
-            return keras.saving.load_model(path)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        text = one_line(error)[:300]
-        raise UserError(f"model.name: {path}: cannot be loaded: {text}") from error
+            model = keras.saving.load_model(path)
+        if model.compiled and model.optimizer is not None:
+            model.optimizer = stateless(model.optimizer)
+    except Exception as error:  # code of users' layers may raise anything
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"model.name: {path}: cannot be loaded: {kind}{one_line(error)[:300]}") from error
+    return model
 
 
 def _refuse_ignored(model: keras.Model, name: str) -> None:

@@ -6,6 +6,8 @@ them: forward, backward and update. Activations and their gradients cross betwee
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import take_class
+from horovod_train.keras_seams import compile_arguments, stateless, take_class
+from horovod_train.models import overridden
 
 
 def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) -> keras.Model:
@@ -42,11 +45,36 @@ def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequ
             ) from error
         return _place(copy, f"/device:{devices[stage_of[operation.name]]}")
 
-    cut = keras.models.clone_model(model, clone_function=clone)
+    # Keras' copy has copies of what `compile` was given, which functions and classes of users may not have.
+    compiles_anew = model.compiled and not overridden(model, ["compile"])
+    model.compiled &= not compiles_anew
+    try:
+        cut = keras.models.clone_model(model, clone_function=clone)
+    finally:
+        model.compiled |= compiles_anew
+    if compiles_anew:
+        optimizer = model.optimizer and stateless(model.optimizer)
+        cut.compile(**compile_arguments(model) | {"optimizer": optimizer})
     # `variables`, unlike `weights`, includes the seeds of dropout.
     for variable, original in zip(cut.variables, model.variables, strict=True):
         variable.assign(original)
+        if variable.trainable != original.trainable:  # of a weight alone, not of its layer
+            variable.trainable = original.trainable
+    for copy, layer in zip(cut.layers, model.layers, strict=True):
+        _copy_vocabulary(copy, layer)
     return cut
+
+
+def _copy_vocabulary(copy: keras.Layer, layer: keras.Layer) -> None:
+    """Give the copy of a layer, or of a model's layers, the words that `adapt` has found, which no config holds."""
+    if isinstance(layer, keras.Model):
+        for inner_copy, inner in zip(copy.layers, layer.layers, strict=True):
+            _copy_vocabulary(inner_copy, inner)
+    elif hasattr(layer, "save_assets"):
+        with tempfile.TemporaryDirectory() as folder:
+            layer.save_assets(folder)
+            if os.listdir(folder):
+                copy.load_assets(folder)
 
 
 def stage_lines(model: keras.Model) -> list[str]:

@@ -6,12 +6,13 @@ Initial weights are of a run, a function of the user, or a file of Keras 3: `.ke
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.layer_contents import TABLE, VOCABULARY, contents, layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
 from horovod_train.keras_seams import take_class, weights_of_slots
+from horovod_train.models import names_numbered_as_at_first
 from horovod_train.shown_text import listed
 from horovod_train.training.sync import by_path
 
@@ -272,7 +274,9 @@ def _are_copies(pairs: Sequence[tuple[Any, keras.Variable]]) -> bool:
 def _values(stored: Any, path: str, source: str) -> np.ndarray:
     """Read what a source has for the weight at `path`."""
     if isinstance(stored, np.ndarray):
-        return stored
+        if stored.dtype.kind in "biufc" or stored.dtype == tf.bfloat16.as_numpy_dtype:
+            return stored
+        raise UserError(f"{_WHERE}: {source}: {path} is {stored.dtype} there; expected numbers.")
     with opening(f"{_WHERE}: {source}", "a file of Keras 3"):
         # As Keras saves it, since HDF5 has no such type.
         dtype = tf.bfloat16.as_numpy_dtype if stored.attrs.get("dtype") == "bfloat16" else stored.dtype
@@ -348,7 +352,8 @@ def _from_function(name: str) -> Arrays:
     """Call a user's function: () → a keras.Model, or arrays by the paths of weights."""
     function: Callable[[], Any] = load_function(name, _WHERE)
     try:
-        result = function()
+        with names_numbered_as_at_first():  # as those of the model were
+            result = function()
     except Exception as error:  # a user's function may raise anything
         text = one_line(error)
         raise UserError(f"{_WHERE}: {name}: {type(error).__name__}: {text}{raised_at(error)}") from error
@@ -414,14 +419,41 @@ def _weights_by_layer(
     names: of `layer` and those around it, without the model. visited: ids of layers to leave out.
     """
     visited.add(id(layer))
-    children = [child for child in parts_in(vars(layer), keras.Layer) if id(child) not in visited]
-    of_children = {id(weight) for child in children for weight in child.weights}
-    weights = [weight for weight in layer.weights if id(weight) not in of_children and not is_lora(weight.path)]
-    if weights:
+    children = list(_layers_of(layer))
+    if weights := [weight for weight in _own_weights(layer, children) if not is_lora(weight.path)]:
         yield "/".join(names), weights
     for child in children:
         if id(child) not in visited:
             yield from _weights_by_layer(child, (*names, child.name), visited)
+
+
+def _layers_of(layer: keras.Layer) -> Iterator[keras.Layer]:
+    """Yield the layers in a layer as Keras saves them: a model's own list first, then by attribute, private ones last.
+
+    So a layer that several hold gets the same name as in a file.
+    """
+    if isinstance(layer, keras.Sequential) or hasattr(layer, "operations"):
+        yield from layer.layers
+    attributes = vars(layer).keys() - _attributes_of_any_layer()
+    for name in sorted(attributes, key=lambda name: (name.startswith("_"), name)):
+        yield from parts_in(vars(layer)[name], keras.Layer)
+
+
+@functools.cache
+def _attributes_of_any_layer() -> frozenset[str]:
+    return frozenset(dir(keras.layers.Layer(name="any")))  # with a name, since Keras counts those that it gives
+
+
+def _own_weights(layer: keras.Layer, children: Sequence[keras.Layer]) -> list[keras.Variable]:
+    """Return the weights that Keras saves for a layer itself, in the order of a file."""
+    stored: dict[str, Any] = {}
+    with suppress(Exception):  # a user's method may raise anything; then Keras would not save it either
+        layer.save_own_variables(stored)
+    weights = [stored[key] for key in sorted(stored, key=_as_in_a_file)]
+    if {id(weight) for weight in weights} <= {id(weight) for weight in layer.weights}:
+        return weights
+    of_children = {id(weight) for child in children for weight in child.weights}  # it saves values made of weights
+    return [weight for weight in layer.weights if id(weight) not in of_children]
 
 
 def _layers_in(path: str, files: ExitStack) -> list[tuple[str, list[Any]]]:
@@ -452,8 +484,12 @@ def _stored_layers(items: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
         paths = itertools.accumulate(layer.split("/") if layer else (), "{}/{}".format)
         # A group without `vars` is a list of layers. Keras before 3.10 did not store names.
         names = [_name(items[f"{group}/vars"], group) for group in paths if f"{group}/vars" in items]
-        # Numbers, which h5py sorts as strings.
-        yield "/".join(names), [stored[key] for key in sorted(stored, key=lambda key: (len(key), key))]
+        yield "/".join(names), [stored[key] for key in sorted(stored, key=_as_in_a_file)]
+
+
+def _as_in_a_file(key: str) -> tuple[int, str]:
+    """Order the names of a layer's weights, most of which are numbers, which h5py sorts as strings."""
+    return len(key), key
 
 
 def _name(weights: Any, group: str) -> str:

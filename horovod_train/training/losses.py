@@ -147,6 +147,8 @@ def takes_labels(loss: Any) -> bool:
     """Return whether a loss, as `compile` takes it, compares outputs with a label for each, and leaves none out."""
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
         return loss.ignore_class is None
+    if isinstance(loss, LossOfFunction) and loss._function not in OUR_LOSSES.values():
+        return False  # a user's, whatever its name
     return _name_of(loss).endswith(fold("sparse_categorical_crossentropy"))
 
 

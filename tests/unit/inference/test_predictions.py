@@ -8,17 +8,20 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import pytest
 from conftest import WARNINGS_FAIL
 
 from horovod_train.commands.cli import check_out
+from horovod_train.config.settings import Config
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.errors import RunError, UserError
 from horovod_train.host import boot_id
 from horovod_train.inference import predictions
 from horovod_train.inference.predictions import PREDICTIONS, Predictions, PredictionsFile, RecordNames, Specs
-from horovod_train.inference.run import _write
+from horovod_train.inference.run import _loss, _write
+from horovod_train.training.losses import takes_logits
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
 
@@ -285,3 +288,15 @@ def test_one_score_is_of_the_second_of_two_classes(are_logits: bool, scores: lis
         rows = list(csv.DictReader(file_of_rows))
     assert [row["class"] for row in rows] == ["yes", "no"]
     assert [float(row["probability"]) for row in rows] == pytest.approx([0.880797, 0.880797], abs=1e-5)
+
+
+class WithOwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        raise AssertionError("it is not trained here")
+
+
+def test_a_loss_that_only_the_models_own_step_knows_makes_no_probabilities() -> None:
+    x = keras.Input((2,))
+    outputs = keras.layers.Dense(2)(x)
+    assert takes_logits(_loss(Config(), WithOwnStep(x, outputs))) is None
+    assert takes_logits(_loss(Config(), keras.Model(x, outputs))) is False

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, DeviceConfig, TrainConfig
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import compile_arguments
 from horovod_train.models.model_parallel import cut_into_stages
 from horovod_train.training import build
 
@@ -57,6 +59,27 @@ def test_a_registered_layer_in_a_stage_is_saved_by_its_registered_name() -> None
     saved = keras.saving.serialize_keras_object(cut)
     assert saved["config"]["layers"][1]["registered_name"] == "users_layers>Registered"
     assert type(keras.saving.deserialize_keras_object(saved).layers[0]) is Registered
+
+
+def test_a_cut_keeps_what_a_config_does_not_hold() -> None:
+    def loss(targets: Any, outputs: Any) -> Any:  # Keras could not find it by its name
+        return keras.ops.mean(keras.ops.abs(targets - outputs))
+
+    words = keras.layers.StringLookup(name="words")
+    words.adapt(["red", "green"])
+    embed, out = keras.layers.Embedding(3, 4, name="embed"), keras.layers.Dense(2, name="out")
+    model = keras.Sequential([keras.Input((1,), dtype="string"), words, embed, keras.layers.Flatten(name="flat"), out])
+    model.get_layer("out").bias.trainable = False
+    optimizer = keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    model.compile(optimizer, loss)
+    cut = cut_into_stages(model, ["out"], ["CPU:0", "CPU:0"])
+    assert cut.get_layer("words").get_vocabulary() == words.get_vocabulary()
+    assert [weight.trainable for weight in cut.weights] == [weight.trainable for weight in model.weights]
+    assert (cut.optimizer, compile_arguments(cut)["loss"]) == (optimizer, loss)
+    assert model.compiled
+    x = np.array([["red"], ["blue"]])
+    assert np.array_equal(cut(x), model(x))
 
 
 @pytest.mark.parametrize(

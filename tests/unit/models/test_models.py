@@ -199,6 +199,30 @@ def test_a_model_saved_in_another_precision_is_refused(tmp_path: Path, saved_in:
         check_precision(model, precision)
 
 
+def test_the_optimizer_of_a_file_begins_without_state(tmp_path: Path) -> None:
+    """Else its schedule would go on where it was saved."""
+    model, file = mlp.build(), str(tmp_path / "trained.keras")
+    model.compile(keras.optimizers.Adam(keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.01, 1e-6])), "mse")
+    model.fit(np.ones((8, 5)), np.ones((8, 1)), batch_size=2, verbose=0)
+    model.save(file)
+    loaded = build_model(Spec(file))
+    loaded.optimizer.build(loaded.trainable_variables)
+    assert int(loaded.optimizer.iterations) == 0
+    assert float(loaded.optimizer.learning_rate) == pytest.approx(0.01)
+    assert not any(np.any(slot) for slot in loaded.optimizer.variables if "momentum" in slot.path)
+    assert np.array_equal(loaded.weights[0], model.weights[0])
+
+
+def test_a_damaged_file_of_a_model_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.keras"
+    mlp.build().save(file)
+    stored = bytearray(file.read_bytes())
+    stored[len(stored) // 2] ^= 0xFF
+    file.write_bytes(stored)
+    with pytest.raises(UserError, match=r"^model.name: .*a\.keras: cannot be loaded: "):
+        build_model(Spec(str(file)))
+
+
 # An MLP whose matrices are called weight is otherwise an ordinary model.
 
 

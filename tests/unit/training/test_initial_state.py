@@ -102,6 +102,19 @@ def test_what_is_computed_from_weights_is_computed_anew() -> None:
     assert np.array_equal(other(ROWS), model(ROWS))
 
 
+def test_boundaries_that_were_counted_stay_where_nothing_derives_from_weights(tmp_path: Path) -> None:
+    """A file holds the boundaries, and not what they were counted from."""
+    bins = layers.Discretization(num_bins=4, name="bins")
+    bins.adapt(np.arange(100.0))
+    model = keras.Sequential([keras.Input((1,)), bins, layers.Dense(1)])
+    model.save(tmp_path / "a.keras")
+    loaded = keras.saving.load_model(tmp_path / "a.keras")
+    finalize(loaded)
+    x = np.array([[1.0], [30.0], [60.0], [90.0]])
+    assert np.array_equal(loaded.get_layer("bins")(x), bins(x))
+    assert len(set(np.ravel(bins(x)))) == 4
+
+
 @pytest.mark.parametrize("words", [["a", "b"], ["b", "a"], ["a", "c"]])
 def test_tables_are_compared_by_what_they_hold(words: list[str]) -> None:
     class Looking(layers.Layer):

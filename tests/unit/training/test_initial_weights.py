@@ -12,9 +12,10 @@ from keras import layers
 
 from horovod_train.checkpoint.layout import Facts
 from horovod_train.checkpoint.tensors import write
-from horovod_train.config.settings import ModelSpec
+from horovod_train.config.settings import ModelSpec, Spec
 from horovod_train.distributed.layer_contents import contents
 from horovod_train.errors import UserError
+from horovod_train.models import build_model
 from horovod_train.training.fine_tuning import Freezing, assign, enable_lora, match, slots_like_weights
 from horovod_train.training.state import weights_by_name
 
@@ -67,6 +68,73 @@ def test_weights_of_a_layer_of_many_come_in_their_order(tmp_path: Path) -> None:
     of_many(1.0).save_weights(path)
     found = match(of_many(0.0), ModelSpec("any", init_from=path))
     assert [float(value[0]) for value in found.taken.values()] == list(range(12))
+
+
+class OfTheSharedOne(layers.Layer):
+    """Holds a layer that the model holds as well, under a name that Keras saves first."""
+
+    def __init__(self, shared: layers.Layer, **options: Any) -> None:
+        super().__init__(**options)
+        self.shared = shared
+
+    def build(self, shape: Any) -> None:
+        self.bias = self.add_weight(shape=(2,), name="bias")
+
+    def call(self, x: Any) -> Any:
+        return self.shared(x) + self.bias
+
+
+class Shares(keras.Model):
+    def __init__(self) -> None:
+        super().__init__(name="shares")
+        self.first = layers.Dense(2, name="first")
+        self.also = OfTheSharedOne(self.first, name="also")
+        self.norm = layers.SpectralNormalization(layers.Dense(2, name="inner"), name="norm")
+        self.quantised = layers.Dense(3, name="quantised")
+
+    def call(self, x: Any) -> Any:
+        return self.quantised(self.norm(self.also(self.first(x))))
+
+
+def sharing() -> keras.Model:
+    model = Shares()
+    model(np.ones((1, 2), np.float32))
+    model.quantised.quantize("int8")
+    return model
+
+
+def test_a_file_fits_the_model_that_saved_it_as_keras_itself_reads_it(tmp_path: Path) -> None:
+    """With a layer that two hold, weights that a layer keeps of another, and weights saved in an order of their own."""
+    source, model, path = sharing(), sharing(), str(tmp_path / "a.weights.h5")
+    for number, weight in enumerate(source.weights):
+        weight.assign(weight + number if weight.dtype == "float32" else weight)
+    source.save_weights(path)
+    found = match(model, ModelSpec("any", init_from=path))
+    assert found.left == found.new == []
+    assign(model, found.taken)
+    for ours, theirs in zip(model.weights, source.weights, strict=True):
+        assert np.array_equal(ours.numpy(), theirs.numpy()), ours.path
+
+
+def unnamed() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), layers.Dense(2), layers.Dense(1)])
+
+
+def of_objects() -> dict[str, Any]:
+    return {weight.path: np.full(weight.shape, None) for weight in unnamed().weights}
+
+
+def test_the_model_of_a_function_has_the_names_of_one_that_was_built_first() -> None:
+    model = build_model(Spec("test_initial_weights:unnamed"))
+    found = match(model, ModelSpec("any", init_from="test_initial_weights:unnamed"))
+    assert len(found.taken) == 4
+    assert found.left == found.new == []
+
+
+def test_arrays_of_a_function_that_hold_no_numbers_are_told() -> None:
+    model = build_model(Spec("test_initial_weights:unnamed"))
+    with pytest.raises(UserError, match=r"of_objects: .*kernel is object there; expected numbers"):
+        match(model, ModelSpec("any", init_from="test_initial_weights:of_objects"))
 
 
 class Twins(keras.Model):
