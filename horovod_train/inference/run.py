@@ -433,7 +433,7 @@ def write_model(
             model.export(path, format="tf_saved_model", verbose=False, input_signature=signature)
             loaded = tf.saved_model.load(str(path))  # keep the reference: it owns the variables that `serve` uses
             serve = loaded.serve
-    except (NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+    except (AssertionError, NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         kind = "Keras file" if is_keras else "SavedModel"
         hint = " A SavedModel, --out DIR, needs no code to load; or see docs/models.md." if is_keras else ""
         text = one_line(error)[:400]
