@@ -447,12 +447,13 @@ def _attributes_of_any_layer() -> frozenset[str]:
 def _own_weights(layer: keras.Layer, children: Sequence[keras.Layer]) -> list[keras.Variable]:
     """Return the weights that Keras saves for a layer itself, in the order of a file."""
     stored: dict[str, Any] = {}
-    with suppress(Exception):  # a user's method may raise anything; then Keras would not save it either
+    with suppress(Exception):  # a user's method may raise anything
         layer.save_own_variables(stored)
-    weights = [stored[key] for key in sorted(stored, key=_as_in_a_file)]
-    if {id(weight) for weight in weights} <= {id(weight) for weight in layer.weights}:
-        return weights
-    of_children = {id(weight) for child in children for weight in child.weights}  # it saves values made of weights
+        weights = [stored[key] for key in sorted(stored, key=_as_in_a_file)]
+        if {id(weight) for weight in weights} <= {id(weight) for weight in layer.weights}:
+            return weights
+    # It saves values that it makes of weights, or cannot be saved.
+    of_children = {id(weight) for child in children for weight in child.weights}
     return [weight for weight in layer.weights if id(weight) not in of_children]
 
 
