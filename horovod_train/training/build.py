@@ -198,9 +198,9 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
     data = config.data
     assert data.global_batch_size is not None
     global_batch_size = data.global_batch_size
-    if not training:
-        per_rank = config.eval.batch_size_per_rank or -(-global_batch_size // group.size)
-        global_batch_size = per_rank * group.size
+    if not training:  # by default the same batches at any number of ranks: some losses are means over batches
+        of_ranks = (config.eval.batch_size_per_rank or 0) * group.size
+        global_batch_size = of_ranks or max(global_batch_size, group.size)
     return build_pipeline(
         records,
         data,

@@ -22,7 +22,7 @@ from made_records import make_images, pipeline
 
 import horovod_train.tensorflow as hvd
 from horovod_train.config.loader import build
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import Config, DataConfig, EvalConfig
 from horovod_train.data.batch_source import Batch, StepSize
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed import allreduce, sync_batch_norm
@@ -968,6 +968,21 @@ class Noisy(layers.Layer):
 
     def call(self, x: Any) -> Any:
         return self.dropout(x, training=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "expected"), [(1, None, 16), (3, None, 16), (20, None, 20), (1, 4, 4), (3, 4, 12)]
+)
+def test_an_evaluation_has_the_same_batches_at_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, per_rank: int | None, expected: int
+) -> None:
+    """Else a loss that is a mean over each batch, as with masks, would depend on it; and a best checkpoint with it."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(training_build, "build_pipeline", lambda *_, **options: asked.update(options))
+    config = Config(data=DataConfig(global_batch_size=16), eval=EvalConfig(batch_size_per_rank=per_rank))
+    group: Any = SimpleNamespace(rank=0, size=ranks, local_size=ranks, devices=[SimpleNamespace(logical=("CPU:0",))])
+    training_build.build_split(config, group, cast(Any, None), training=False)
+    assert asked["global_batch_size"] == expected
 
 
 def test_an_evaluation_draws_the_same_each_time(batches: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
