@@ -125,16 +125,19 @@ class Figures:
             variable.assign(value)
 
     def result(self, group: WorkerGroup, *, keep: bool = False) -> dict[str, float]:
-        """Collective: return the figures over the steps of all ranks since the last call; then reset, unless `keep`."""
+        """Collective: return the figures over the steps of all ranks since the last call; then reset, unless `keep`.
+
+        {} after steps in which no rank had a record: Keras' metrics of nothing are 0, which could count as the best.
+        """
         kept = self._added() if keep else None
-        self._combine(group)
+        has_records = self._combine(group)
         values = {name: _part(metric.result(), source) for name, (metric, source) in self._sources.items()}
         unseen = [name for name, mean in self._means.items() if not mean.count.numpy()]
         values |= dict.fromkeys(unseen, math.nan)  # Keras' 0 could count as the best
         self.reset()
         if kept is not None:
             self._take(kept)
-        return values
+        return values if has_records else {}
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -182,7 +185,9 @@ class Figures:
         count = len(self._states)
         for variable, value in zip(self.variables, added[:count], strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        self._moved, self._records, self._has_steps = list(added[count:-1]), int(added[-1]), True
+        moved = list(added[count:-1])
+        self._moved = moved if any(map(np.any, moved)) else None
+        self._records, self._has_steps = int(added[-1]), True
 
     def _joined(self, tables: Sequence[np.ndarray], *, is_root: bool) -> list[np.ndarray]:
         """Return what `_take` takes on one rank, given what each of some other number of ranks had, [ranks, …]."""
@@ -195,8 +200,9 @@ class Figures:
         rest = [*(a + b for a, b in zip(gained, moved, strict=True)), records]
         return [*states, *(rest if is_root else map(np.zeros_like, rest))]
 
-    def _combine(self, group: WorkerGroup) -> None:
-        """Collective: set the states to those of all ranks together."""
+    def _combine(self, group: WorkerGroup) -> bool:
+        """Collective: set the states to those of all ranks together. Returns whether any rank has counted a record."""
+        has_records = not self._has_steps or self._records > 0 or self._moved is not None
         variables = self.variables
         states = [variable.numpy().astype(np.float64) for variable in variables]
         if self._moved is not None:
@@ -209,10 +215,11 @@ class Figures:
                 table = np.zeros((group.size, *state.shape))
                 table[group.rank] = state
                 sent.append(table)
-        received = group.sum(sent)
+        *received, with_records = group.sum([*sent, np.asarray(float(has_records))])
         for variable, total, initial, kind in zip(variables, received, self._initial, self._kinds, strict=True):
             value = initial + total if kind == "sum" else _OVER_RANKS[kind](total)
             variable.assign(tf.cast(value, variable.dtype))
+        return bool(with_records)
 
     def reset(self) -> None:
         """Forget all steps."""

@@ -178,8 +178,9 @@ class TrainStep:
         if not continues and not self.update.holds_back and self.update.optimizers.failed:
             failure = self.state.failure
             self._note_failure(self.state.step, failure.last_loss, 0, self.rows.scaled(batches.last_taken()))
-        self.figures.count(len(ids) * ids.shape[1])
-        return len(ids), bool(continues), ids.numpy()
+        used = ids.numpy()
+        self.figures.count(int((used >= 0).sum()))
+        return len(used), bool(continues), used
 
     def _run_steps(
         self, cursor: Cursor, steps: tf.Tensor, size: StepSize

@@ -315,6 +315,19 @@ def test_a_mean_over_more_than_2_24_records_stays_right() -> None:
     assert results([figures])[0]["mean"] == 7.0
 
 
+@pytest.mark.parametrize(("records", "expected"), [((0, 0), {}), ((0, 3), {"mean": 4.0})])
+def test_steps_without_a_record_on_any_rank_have_no_figures(
+    records: tuple[int, int], expected: dict[str, float]
+) -> None:
+    """A loss of 0 would be the best."""
+    metrics = [keras.metrics.Mean(name="mean") for _ in records]
+    ranks = [figures_of(metric) for metric in metrics]
+    for metric, figures, count in zip(metrics, ranks, records, strict=True):
+        metric.update_state(4.0, sample_weight=count)
+        figures.count(count)
+    assert results(ranks) == [expected] * 2
+
+
 def test_states_that_do_not_add_up_are_not_moved_and_sums_beside_them_are() -> None:
     largest, mean = Largest(name="m"), keras.metrics.Mean(name="mean")
     figures = Figures({"m": Source(largest, 0), "mean": Source(mean, 0)}, [largest, mean])
