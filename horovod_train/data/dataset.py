@@ -358,13 +358,16 @@ def class_names(config: DataConfig, named: Mapping[str, Sequence[str]]) -> tuple
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
-    """Build the order of the records. `training` shuffles as the config says; otherwise the files' order is used.
+    """Build the order of the records. `training` shuffles as the config says; otherwise it is the same each time.
 
     With data.bucket_by_length the first call reads all records; see reader. Raises UserError if no record is left to
     read.
     """
-    order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"
     blocks = records.source.blocks
+    fits = (
+        _mb_of_lanes(records, global_batch_size) <= config.shuffle_mb
+    )  # whatever the number of ranks: see build_split
+    order: Order = ("lanes" if fits else "file") if not training else "shuffled" if config.shuffle else "file"
     # Each rank keeps a window over all records as a whole in memory, so it must not be larger than the memory for it.
     record_bytes = blocks.total_bytes / max(blocks.num_records, 1)
     window = min(config.shuffle_window, max(int(config.shuffle_mb * 1e6 / max(record_bytes, 1)), 1))
@@ -383,15 +386,20 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
 
 def check_room_to_shuffle(plan: Plan, records: Records, config: DataConfig, size: int) -> None:
     """Raise UserError if memory is short: a rank keeps at least a block for each of its lanes, or else all records."""
-    blocks = records.source.blocks
-    lanes, mean = plan.rows_per_rank(size), float(blocks.bytes.mean())
-    needed_mb = math.ceil(min(lanes * mean, blocks.total_bytes) / 1e6)
+    lanes, mean = plan.rows_per_rank(size), float(records.source.blocks.bytes.mean())
+    needed_mb = _mb_of_lanes(records, lanes)
     if plan.order == "shuffled" and needed_mb > config.shuffle_mb:
         raise UserError(
             f"data.shuffle_mb: must be at least {needed_mb}; received {config.shuffle_mb}. A rank draws from as many "
             f"places of {records.setting} as its batch has records, {lanes}, and holds {mean / 1e6:.2g} MB for each. "
             "Raise it, start more ranks, or give data.shuffle: false."
         )
+
+
+def _mb_of_lanes(records: Records, lanes: int) -> int:
+    """Return the MB of a block for each of so many lanes, or of all records."""
+    blocks = records.source.blocks
+    return math.ceil(min(lanes * float(blocks.bytes.mean()), blocks.total_bytes) / 1e6)
 
 
 def check_counts(records: Records, folders: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import re
 import threading
@@ -39,7 +38,7 @@ from horovod_train.data.batch_source import (
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.model_inputs import describe_inputs
 from horovod_train.data.parsing import build_parser, zero_rows
-from horovod_train.data.reader import Reader, lengths_of, parse_usable
+from horovod_train.data.reader import CHUNK_RECORDS, Reader, bytes_parsed, lengths_of, parse_usable, records_at_a_time
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, mark_skipped
@@ -50,9 +49,7 @@ log = logging.getLogger(__name__)
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
 _NOT_AN_IMAGE = "records that are no images: "
-_CHUNK_RECORDS = 4096
 _CHUNK_SINGLE_RECORDS = 256  # single records may take long to read, and the first step waits for a whole chunk
-_CHUNK_BYTES = 16 << 20
 
 
 class Ranks(NamedTuple):
@@ -126,14 +123,9 @@ class Pipeline(BatchSource):
     @property
     def bytes_to_cache(self) -> int:
         """Return the memory that this rank uses in the end with `cache: memory`: of strings the stored bytes."""
-        sizes = [
-            np.dtype(dtype).itemsize * math.prod(self._parser.shapes[name])
-            for name, dtype in self._parser.dtypes.items()
-            if dtype != "string"
-        ]
         blocks = self._records.source.blocks
-        stored = blocks.total_bytes if len(sizes) < len(self._parser.dtypes) else 0
-        return blocks.num_records * sum(sizes) + stored
+        stored = blocks.total_bytes if "string" in self._parser.dtypes.values() else 0
+        return blocks.num_records * bytes_parsed(self._parser) + stored
 
     @property
     def skipped(self) -> set[int]:
@@ -341,10 +333,9 @@ class Loader:
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
         """Records skipped so far on this rank."""
-        record_bytes = source.blocks.total_bytes / max(source.blocks.num_records, 1)
-        max_records = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else _CHUNK_RECORDS
-        records = min(max_records, _CHUNK_BYTES / max(record_bytes, 1))
-        self.steps_per_chunk = max(1, int(records / plan.rows_per_rank(ranks.size)))
+        most = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else CHUNK_RECORDS
+        records = records_at_a_time(source.blocks, parser, most)
+        self.steps_per_chunk = max(1, records // plan.rows_per_rank(ranks.size))
         """How many steps are loaded together."""
 
     def read(self, steps: StepRange, following: Sequence[StepRange]) -> Unparsed:

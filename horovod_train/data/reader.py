@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -22,14 +23,14 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import paths_in_cache, save_to_first
 from horovod_train.data.sampler import Buckets
 from horovod_train.data.schema import Feature, Schema
-from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, split_records
+from horovod_train.data.source import Arrays, Blocks, Data, LoadedBlock, Parser, RecordSource, split_records
 from horovod_train.data.storage import Retries
 from horovod_train.errors import UserError
 from horovod_train.output.console import track
 from horovod_train.output.files import Artifact, open_atomically
 from horovod_train.shown_text import error_line
 
-_CHUNK = 4096
+CHUNK_RECORDS, _CHUNK_BYTES = 4096, 16 << 20
 _MAGIC = b"\x93NUMPY"
 
 
@@ -158,6 +159,18 @@ def parse_usable(
     return arrays, unusable
 
 
+def records_at_a_time(blocks: Blocks, parser: Parser, most: int = CHUNK_RECORDS) -> int:
+    """Return how many records are read together: of 16 MiB at most, as they are stored and as they are parsed."""
+    stored = blocks.total_bytes / max(blocks.num_records, 1)
+    return max(1, int(min(most, _CHUNK_BYTES / max(stored, bytes_parsed(parser), 1))))
+
+
+def bytes_parsed(parser: Parser) -> int:
+    """Return the bytes of a parsed record, lists at their full length; without strings."""
+    dtypes = (item for item in parser.dtypes.items() if item[1] != "string")
+    return sum(np.dtype(dtype).itemsize * math.prod(parser.shapes[name]) for name, dtype in dtypes)
+
+
 def parse_all(
     source: RecordSource, reader: Reader, parser: Parser, description: str
 ) -> Iterator[tuple[np.ndarray, Data, Arrays, dict[int, str]]]:
@@ -165,9 +178,10 @@ def parse_all(
 
     Yield for each chunk the numbers of its records, their stored data, and the results of parse_usable.
     """
-    firsts = range(0, source.blocks.num_records, _CHUNK)
+    chunk = records_at_a_time(source.blocks, parser)
+    firsts = range(0, source.blocks.num_records, chunk)
     for first in track(firsts, len(firsts), description):
-        records = np.arange(first, min(first + _CHUNK, source.blocks.num_records))
+        records = np.arange(first, min(first + chunk, source.blocks.num_records))
         data, faults = reader.read(records)
         yield records, data, *parse_usable(parser, records, data, faults, reader.name_record)
         reader.keep_only(source.blocks.containing(records[-1:]).tolist())

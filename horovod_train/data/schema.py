@@ -358,6 +358,8 @@ def _contradiction(feature: Feature) -> str | None:
         return "bytes that are not decoded have no cast, scale, offset, classes or padding."
     if feature.classes and not feature.stored_dtype.startswith(("int", "uint")):
         return f"classes is for integers; this one is {feature.stored_dtype}."
+    if feature.classes and feature.cast and not _holds(feature.cast, feature.classes - 1):
+        return f"cast: {feature.cast} does not hold {feature.classes} classes."
     names = feature.class_names
     if names and feature.type != "int64":
         kind = feature.raw_dtype if feature.decode == "raw" else feature.type

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from array import array as array_of
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import cast
 
 import numpy as np
@@ -184,9 +184,16 @@ def _add_csv_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _write_csv(arguments: argparse.Namespace) -> None:
-    table = load_table(arguments.file)
+    header: Sequence[str] = []
+
+    def choose_columns(names: Sequence[str]) -> Sequence[str]:
+        nonlocal header
+        header = [name for name in names if name]
+        return [name for name in names if not arguments.inputs or name in {*arguments.inputs, *arguments.targets}]
+
+    table = load_table(arguments.file, choose=choose_columns)
     inputs = arguments.inputs or [name for name in table if name not in arguments.targets]
-    _check_names(arguments, arguments.file, inputs, list(table))
+    _check_names(arguments, arguments.file, inputs, header)
     if not inputs:
         raise UserError(f"--targets: names every column of {arguments.file}; leave one at least for the inputs.")
     joined = not arguments.separate and all(table[name].dtype.kind in "if" for name in inputs)
@@ -204,8 +211,8 @@ def _write_csv(arguments: argparse.Namespace) -> None:
     eval_table: Arrays | None = None
     if arguments.eval_file:  # text stays text where all of it reads as numbers, too
         texts = {name for name, column in table.items() if column.dtype == object}
-        eval_table = load_table(arguments.eval_file, texts=texts)
-        _check_names(arguments, arguments.eval_file, inputs, list(eval_table))
+        eval_table = load_table(arguments.eval_file, texts=texts, choose=choose_columns)
+        _check_names(arguments, arguments.eval_file, inputs, header)
         text = next((name for name in inputs if joined and eval_table[name].dtype == object), None)
         if text is not None:
             raise UserError(f"{arguments.eval_file}: {text}: expected numbers, as for training; received text.")
@@ -239,6 +246,7 @@ def load_table(
     class_names: Mapping[str, Sequence[str]] | None = None,
     texts: Set[str] = frozenset(),
     *,
+    choose: Callable[[Sequence[str]], Collection[str]] = list,
     may_be_empty: bool = False,
 ) -> Arrays:
     """Return each column as int64, float32 or str objects, the narrowest that fits all its cells. Raises UserError.
@@ -248,13 +256,14 @@ def load_table(
 
     class_names: names of classes, by column. A column stays text if one of its names reads as a number, or as true or
     false: else the same label would be a name in one file and a number in the next. texts: columns that stay text.
-    may_be_empty: whether a header may stand alone.
+    choose: the names in the header → those of the columns to read; others may hold anything. may_be_empty: whether a
+    header may stand alone.
     """
     with reading(path):
         content = storage.read_all(path).removeprefix(codecs.BOM_UTF8)
     try:
         separator = _separator(content.partition(b"\n")[0].decode())
-        columns, lines = _read_columns(content, separator, path)
+        columns, lines = _read_columns(content, separator, path, choose)
     except UnicodeDecodeError as error:
         is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         which = "It is UTF-16" if is_utf16 else "If it is Latin-1, as spreadsheets often write"
@@ -336,18 +345,22 @@ def _check_floats(
         _warn_of_rounding(np.array([float(cell.replace(point, ".")) for cell in cells]), path, name)
 
 
-def _read_columns(content: bytes, separator: str, path: str) -> tuple[list[tuple[str, list[str]]], Sequence[int]]:
+def _read_columns(
+    content: bytes, separator: str, path: str, choose: Callable[[Sequence[str]], Collection[str]]
+) -> tuple[list[tuple[str, list[str]]], Sequence[int]]:
     """Return the names and the cells of columns, and the line of each record. Raises UserError, UnicodeDecodeError."""
     rows = _rows(content, separator, path)
     names = next((row for _, row in rows), [])
-    if len(set(names)) < len(names):
+    chosen = choose(names)
+    if any(names.count(name) > 1 for name in chosen):
         raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
-    columns, lines = [(name, list[str]()) for name in names], array_of("q")
+    places = [place for place, name in enumerate(names) if name in chosen]
+    columns, lines = [(names[place], list[str]()) for place in places], array_of("q")
     for line, row in rows:
         if len(row) != len(names):
             raise UserError(f"{path}:{line}: expected {len(names)} cells, as in the header; got {len(row)}.")
-        for (_, cells), cell in zip(columns, row, strict=True):
-            cells.append(sys.intern(cell) if len(cell) <= _SHARED else cell)
+        for (_, cells), place in zip(columns, places, strict=True):
+            cells.append(sys.intern(row[place]) if len(row[place]) <= _SHARED else row[place])
         lines.append(line)
     return columns, lines
 

@@ -213,7 +213,12 @@ def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
     kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(is_kind(kind) for is_kind in kinds)
+    return _is_view(kind) or any(is_kind(kind) for is_kind in kinds)
+
+
+def _is_view(kind: Any) -> bool:
+    """Return whether it is text in the newer layout of Arrow, which Polars writes."""
+    return str(kind) in ("string_view", "binary_view")
 
 
 def _is_file(kind: Any) -> bool:
@@ -234,6 +239,8 @@ def _to_array(column: Any) -> np.ndarray:
     import pyarrow as arrow
 
     kind = column.type
+    if _is_view(kind):
+        return _to_array(column.cast(arrow.large_string() if str(kind) == "string_view" else arrow.large_binary()))
     if arrow.types.is_dictionary(kind):
         long = {arrow.string(): arrow.large_string(), arrow.binary(): arrow.large_binary()}  # see _join_chunks
         values = column.dictionary.cast(long.get(kind.value_type, kind.value_type))

@@ -18,8 +18,14 @@ class CSVTable(FileStore):
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is no table, and for a line whose image does not exist."""
-        table = load_table(path, request.storage, request.class_names, request.texts, may_be_empty=True)
-        self._columns = {name: table[name] for name in request.choose(list(table), path)}
+        self._columns = load_table(
+            path,
+            request.storage,
+            request.class_names,
+            request.texts,
+            choose=lambda names: request.choose(names, path),
+            may_be_empty=True,
+        )
         self._images = [name for name in self._columns if name in request.images]
         if self._images:
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
@@ -34,7 +40,7 @@ class CSVTable(FileStore):
             self._columns[name] = objects(paths)
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
-        records = len(next(iter(table.values())))
+        records = len(next(iter(self._columns.values())))
         if not records:
             self.note = f"{path}: has a header and no record"
         if self._images and records:

@@ -97,12 +97,14 @@ class HDF5File(FileStore):
         self.unwritten = " ".join(filter(None, sentences))
         lengths = {name: dataset.shape[0] for name, dataset in datasets.items()}
         records = check_lengths(lengths, path, setting)
-        # HDF5 unpacks complete chunks, so a block has complete chunks.
-        chunks = [dataset.chunks[0] for dataset in datasets.values() if dataset.chunks]
+        # HDF5 unpacks complete chunks, so a block has complete chunks of the dataset with the largest rows. To unpack
+        # some of the others twice costs little, and h5py chunks those of a few bytes by the thousand.
+        chunked = [dataset for dataset in datasets.values() if dataset.chunks]
+        largest = max(chunked, key=lambda each: each.dtype.itemsize * math.prod(each.shape[1:]), default=None)
         sizes = [d.dtype.itemsize * math.prod(d.shape) for d in datasets.values() if d.dtype.kind != "O"]
         # Lists and text take a share of the file.
         total_bytes = sum(sizes) if len(sizes) == len(datasets) else max(sum(sizes), self.size)
-        self.blocks = even_blocks(records, total_bytes, max(chunks, default=1))
+        self.blocks = even_blocks(records, total_bytes, largest.chunks[0] if largest is not None else 1)
         self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in datasets.values()]
 
     def read(self, first: int, last: int) -> Arrays:

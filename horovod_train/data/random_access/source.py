@@ -129,7 +129,7 @@ def open_described(
     config = config if needs_labels else without_labels(config)
     storage = Storage(config.retry_s)
     entries = (*config.paths("train"), *config.paths("eval")) if needs_labels else ()
-    request = _request(config, setting, storage, entries)
+    request = _request(config, setting, storage, entries, frozenset(() if needs_labels else labels))
     stores = map_paths(lambda path: open_store(path, request), paths)
     nonempty = [store for store in stores if store.blocks.num_records]
     if not nonempty:
@@ -149,9 +149,9 @@ def open_described(
 
 
 def _first_readable(stores: Sequence[Store]) -> tuple[Store, Arrays]:
-    """Return the first store of which a record can be read, and its first without nulls, which say nothing of a kind.
+    """Return the first store of which a record can be read, and its first of which each value says of what kind it is.
 
-    If all of its first ones have some, the first is returned. Raises UserError if no record can be read.
+    If there is none among its first ones, the first is returned. Raises UserError if no record can be read.
     """
     failures: list[UserError] = []
     for store in stores:
@@ -161,7 +161,7 @@ def _first_readable(stores: Sequence[Store]) -> tuple[Store, Arrays]:
         except UserError as error:
             failures.append(error)
             continue
-        return store, next((each for each in itertools.chain([first], records) if not _has_null(each)), first)
+        return store, next((each for each in itertools.chain([first], records) if not _says_too_little(each)), first)
     raise failures[0]
 
 
@@ -192,19 +192,27 @@ def _first_records(store: Store) -> Iterator[tuple[int, Arrays]]:
         raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failures[0]
 
 
-def _has_null(arrays: Arrays) -> bool:
-    def is_null(value: Any) -> bool:
-        holds_objects = isinstance(value, np.ndarray) and value.dtype == object
-        return value is None or (holds_objects and any(map(is_null, value.flat)))
+def _says_too_little(arrays: Arrays) -> bool:
+    """Return whether values are nulls, or empty lists in which numpy sees float64, whatever others hold."""
 
-    return any(map(is_null, arrays.values()))
+    def is_empty(value: Any) -> bool:
+        if isinstance(value, np.ndarray) and value.dtype == object and value.size:
+            return any(map(is_empty, value.flat))
+        if isinstance(value, np.ndarray):
+            return not value.size and value.dtype == np.float64
+        return value is None or value == []
+
+    return any(map(is_empty, arrays.values()))
 
 
-def _request(config: DataConfig, setting: str, storage: Storage, entries: tuple[str, ...]) -> Request:
+def _request(
+    config: DataConfig, setting: str, storage: Storage, entries: tuple[str, ...], left_out: frozenset[str]
+) -> Request:
     """Return what the config asks of each record."""
     features = {name: of if isinstance(of, Mapping) else {"type": of} for name, of in config.features.items()}
     return Request(
         tuple(dict.fromkeys((*config.inputs, *labels_of(config), *features))) if config.inputs else (),
+        left_out=left_out,
         images=frozenset(name for name, of in features.items() if of.get("decode") == "image"),
         texts=frozenset(name for name, of in features.items() if of.get("type") == "bytes"),
         class_names=class_names_in_config(config),

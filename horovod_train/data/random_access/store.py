@@ -37,7 +37,9 @@ class Request:
     """What the config asks of each record."""
 
     names: tuple[str, ...] = ()
-    """The features to read; () for all."""
+    """The features to read; () for all but those left out."""
+    left_out: frozenset[str] = frozenset()
+    """Labels that are not used, and may be missing."""
     images: frozenset[str] = frozenset()
     """Those that data.features calls `decode: image`."""
     texts: frozenset[str] = frozenset()
@@ -57,7 +59,7 @@ class Request:
         for name in self.names:
             if name not in stored:
                 raise UserError(f"{self.setting}: {path} has no feature {name}; it has {', '.join(stored) or 'none'}.")
-        return list(self.names or stored)
+        return list(self.names or (name for name in stored if name not in self.left_out))
 
 
 class Store(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from PIL import Image
 from horovod_train.config.settings import Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Chunk, Pipeline, Ranks, build_pipeline, check_room_to_cache
+from horovod_train.data.reader import records_at_a_time
+from horovod_train.data.source import Blocks
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -81,7 +84,7 @@ def test_whatever_fails_between_loader_and_queue_is_what_the_reader_is_told(imag
 def test_records_keep_their_order_however_many_are_parsed_at_the_same_time(
     images: Path, parse: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horovod_train.data.pipeline._CHUNK_RECORDS", 8)
+    monkeypatch.setattr("horovod_train.data.pipeline.CHUNK_RECORDS", 8)
     names = {"parse": parse, "inputs": ("label",)} if parse else {}
     one, ten = (batches(pipeline(config(images, parallel_parse_calls=calls, **names)), epochs=3) for calls in (1, 10))
     assert len(one) == len(ten) == 27
@@ -104,7 +107,7 @@ def test_as_many_chunks_are_parsed_at_the_same_time_as_the_setting_says(
     """Each call waits for the others: with fewer at the same time none would end."""
     import threading
 
-    monkeypatch.setattr("horovod_train.data.pipeline._CHUNK_RECORDS", 8)
+    monkeypatch.setattr("horovod_train.data.pipeline.CHUNK_RECORDS", 8)
     made = pipeline(config(images, parallel_parse_calls=4, drop_remainder=True))
     all_there, parse = threading.Barrier(4, timeout=300), made._loader.parse
 
@@ -126,6 +129,29 @@ def test_a_bound_for_shuffling_that_the_blocks_of_all_lanes_exceed_is_refused(tm
     pipeline(config(tmp_path, shuffle_mb=4, **data), batch=4)
     pipeline(config(tmp_path, shuffle_mb=2, **data), batch=4, size=2)
     pipeline(config(tmp_path, shuffle=False, **data), batch=4)
+
+
+@pytest.mark.parametrize(("megabytes", "order"), [(3, "file"), (4, "lanes")])
+def test_an_evaluation_reads_one_block_after_the_other_where_one_for_each_row_would_take_too_much(
+    tmp_path: Path, megabytes: int, order: str
+) -> None:
+    """At any number of ranks: a loss may depend on the batches."""
+    write_file(tmp_path / "a.tfrecord", [bytes(100_000 - 16)] * 40)
+    data = config(tmp_path, shuffle_mb=megabytes, features={"a": "int64"}, inputs=("a",))
+    for ranks in (1, 4):
+        made = pipeline(data, batch=4, size=ranks, training=False)
+        assert made._plan.order == order
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape", "expected"), [(4, (1,), 4096), (1 << 20, (1,), 16), (17, (20_000,), 104), (1 << 26, (1,), 1)]
+)
+def test_so_many_records_are_read_together_as_fit_into_a_bound_stored_and_parsed(
+    stored: int, shape: tuple[int, ...], expected: int
+) -> None:
+    parser: Any = SimpleNamespace(shapes={"x": shape, "text": ()}, dtypes={"x": "int64", "text": "string"})
+    blocks = Blocks(np.array([100]), np.array([100 * stored]))
+    assert records_at_a_time(blocks, parser) == expected
 
 
 def test_memory_for_the_cache_counts_images_and_all_ranks_of_a_host(tmp_path: Path, images: Path) -> None:

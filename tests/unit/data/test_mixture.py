@@ -135,7 +135,7 @@ def test_a_config_is_written_as_it_can_be_read(tmp_path: Path) -> None:
         ("[{path: a, repeats: 1.5}]", "data.train.repeats: expected an int; received 1.5."),
         ("[{repeats: 2}]", "data.train.path: is required and missing."),
         ("[{path: a, weight: 2}]", "data.train.weight: unknown key; expected one of path, repeats."),
-        ("[{path: 'http://a'}]", "data.train.path: expected a local path, or one that begins with s3://"),
+        ("[{path: 'http://a'}]", "data.train: expected a local path, or one that begins with s3://"),
         ("[3]", "data.train: expected a string; received 3."),
     ],
 )

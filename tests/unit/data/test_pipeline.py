@@ -237,7 +237,7 @@ def test_padding_that_repeats_a_bad_record_does_not_skip_it_again(tmp_path: Path
 def test_what_is_kept_in_memory_beside_bad_records_is_each_records_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horovod_train.data.pipeline._CHUNK_RECORDS", 4)  # so that some chunks have no bad record
+    monkeypatch.setattr("horovod_train.data.pipeline.CHUNK_RECORDS", 4)  # so that some chunks have no bad record
     folder = make_images(tmp_path / "train", shards=(30, 9))
     file = folder / "0.tfrecord"
     content = bytearray(file.read_bytes())

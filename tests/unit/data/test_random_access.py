@@ -456,6 +456,27 @@ def test_a_damaged_list_of_chunks_is_found_by_its_records(tmp_path: Path) -> Non
     assert any("wrong B-tree signature" in fault for fault in report.bad)
 
 
+def test_chunks_of_labels_do_not_decide_over_blocks_of_images(tmp_path: Path) -> None:
+    """h5py itself chunks labels that are compressed by the thousand."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((2000, 64, 64), np.uint8), chunks=(4, 64, 64))
+        file.create_dataset("y", data=np.arange(2000), chunks=(1000,), compression="gzip")
+    records = open_records(config(tmp_path / "a.h5", targets=("y",)), "train")
+    assert (records.source.blocks.records % 4 == 0).all()
+    assert records.source.blocks.records.max() < 1000
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()])
+def test_text_in_the_layout_of_polars_is_text(tmp_path: Path, kind: Any) -> None:
+    words = ["a", "", "a long one that does not fit into the view"]
+    column = pa.array(words if kind == pa.string_view() else [word.encode() for word in words], kind)
+    table = pa.table({"x": column, "y": [0, 1, 2]})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    first = read(pipeline(config(tmp_path / "a.arrow", targets=("y",), shuffle=False), batch=3))[0]
+    assert [bytes(word) for word in first.inputs] == [word.encode() for word in words]
+
+
 @pytest.mark.long
 def test_a_damaged_row_group_is_read_up_to_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that follow a damaged one are lost with it; looking for it must not read each record from the start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from pathlib import Path
@@ -48,6 +49,22 @@ class Masked(WithBuffer):
     def __getitem__(self, record: int) -> dict[str, Any]:
         x = np.ma.masked_array(np.full(3, 1e20), mask=record == 5)
         return {"x": np.zeros(3) if record == 7 else x, "y": record}
+
+
+class Tokens(WithBuffer):
+    """Whole numbers; the first record has none."""
+
+    def __getitem__(self, record: int) -> dict[str, Any]:
+        return {"x": [2**24 + record] * (record % 3), "y": record}
+
+
+def test_a_first_list_that_is_empty_does_not_say_that_numbers_are_floats(tmp_path: Path) -> None:
+    (tmp_path / "entry").touch()
+    data = config(tmp_path / "entry", source=Spec("test_users:Tokens"), inputs=("x",), targets=("y",), shuffle=False)
+    data = dataclasses.replace(data, features={"x": {"max_length": 2}})
+    first = batches(pipeline(data))[0]
+    assert first.inputs.dtype == np.int64
+    assert first.inputs[1].tolist() == [2**24 + 1, 0]
 
 
 class Lists(WithBuffer):

@@ -16,6 +16,7 @@ from made_records import batches, config, make_images, pipeline
 from made_stores import WRITERS
 
 from horovod_train.commands.check_data import check_records
+from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import open_records, other_kinds
 from horovod_train.data.prepare.tables import load_table
 from horovod_train.data.random_access.arrow import to_arrays
@@ -72,6 +73,23 @@ def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path
     assert load_table(table(tmp_path, "text", "a", "b;c"))["text"].tolist() == ["a", "b;c"]
     with pytest.raises(UserError, match=r"t\.csv:3: b is empty; fill it"):
         load_table(table(tmp_path, "a;b", "1;2", "3; "))
+
+
+def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
+    path = table(tmp_path, "a,b,y,comment,comment,age", "1,2,0,,x,3", "3,4,1,good,,1e300")
+    records = open_records(DataConfig(train=path, inputs=("a", "b"), targets=("y",)), "train")
+    assert records.num_records == 2
+    with pytest.raises(UserError, match="the header names a column twice"):
+        open_records(DataConfig(train=path, inputs=("a", "comment"), targets=("y",)), "train")
+
+
+def test_labels_may_be_empty_where_none_are_needed(tmp_path: Path) -> None:
+    """As in a test set whose classes are to be predicted."""
+    data = DataConfig(train=table(tmp_path, "a,b,y", "1,2,", "3,4,"), targets=("y",))
+    found = open_records(data, "train", needs_labels=False)
+    assert (found.num_records, sorted(found.schema.features)) == (2, ["a", "b"])
+    with pytest.raises(UserError, match="y is empty; fill it"):
+        open_records(data, "train")
 
 
 def test_a_quote_that_is_not_closed_is_named_and_swallows_no_records(tmp_path: Path) -> None:
