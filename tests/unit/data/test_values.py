@@ -77,15 +77,15 @@ def test_the_separator_is_that_of_the_header_and_commas_in_texts_remain(tmp_path
 
 def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:
     path = table(tmp_path, "a,b,y,comment,comment,age", "1,2,0,,x,3", "3,4,1,good,,1e300")
-    records = open_records(DataConfig(train=path, inputs=("a", "b"), targets=("y",)), "train")
+    records = open_records(DataConfig(train=(path,), inputs=("a", "b"), targets=("y",)), "train")
     assert records.num_records == 2
     with pytest.raises(UserError, match="the header names a column twice"):
-        open_records(DataConfig(train=path, inputs=("a", "comment"), targets=("y",)), "train")
+        open_records(DataConfig(train=(path,), inputs=("a", "comment"), targets=("y",)), "train")
 
 
 def test_labels_may_be_empty_where_none_are_needed(tmp_path: Path) -> None:
     """As in a test set whose classes are to be predicted."""
-    data = DataConfig(train=table(tmp_path, "a,b,y", "1,2,", "3,4,"), targets=("y",))
+    data = DataConfig(train=(table(tmp_path, "a,b,y", "1,2,", "3,4,"),), targets=("y",))
     found = open_records(data, "train", needs_labels=False)
     assert (found.num_records, sorted(found.schema.features)) == (2, ["a", "b"])
     with pytest.raises(UserError, match="y is empty; fill it"):
