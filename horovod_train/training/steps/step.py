@@ -9,7 +9,7 @@ hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -222,7 +222,14 @@ class TrainStep:
         self.seeds.set(self.state.step)
         with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)] if self._counts else []):
             total = self.rows.total(batch, "step.count")
-        has_failed = self.rows.unless_empty(total, lambda: self._update_on(batch, total, size), self._leave_out)
+        forward_state = self.forward_state.variables
+
+        def update() -> tf.Tensor:
+            # Around the exchange of it too: what one rank has poisoned, all undo.
+            with self._without_poison(forward_state, self.state.finite(forward_state)):
+                return self._update_on(batch, total, size)
+
+        has_failed = self.rows.unless_empty(total, update, self._leave_out)
         with tf.name_scope("exchange"):
             return tf.logical_not(self.state.synchronization.end_step(has_failed, tf.identity(self.state.step)))
 
@@ -239,7 +246,7 @@ class TrainStep:
                     parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
             before = self.forward_state.values()
             self.update.factor = factor
-            with self._without_poison():
+            with self._without_poison(self.figures.variables, self.figures.floating):
                 loss = self._compute(parts, totals)
             self.update.factor = None
         if loss is not None:
@@ -462,16 +469,13 @@ class TrainStep:
         else:
             tf.cond(is_left_out, lambda: None, lambda: averages.update(step))
 
-    def _without_poison(self) -> AbstractContextManager[Any]:
-        """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
-        contexts = ExitStack()
-        # Otherwise the run ends at the first such step without saving. With a delay it does not, and combined averages
-        # would not tell which rank's were the cause.
-        if self.max_skips_in_a_row or self.state.synchronization.delay:
-            forward_state = self.forward_state.variables
-            contexts.enter_context(restored_if_nonfinite(forward_state, self.state.finite(forward_state)))
-            contexts.enter_context(restored_if_nonfinite(self.figures.variables, self.figures.floating))
-        return contexts
+    def _without_poison(
+        self, variables: Sequence[tf.Variable], checked: Sequence[tf.Variable]
+    ) -> AbstractContextManager[None]:
+        """In the compiled step: undo what the block does to averages and sums if some of them become non-finite."""
+        # Otherwise the run ends at the first such step without saving. With a delay it does not.
+        may_go_on = self.max_skips_in_a_row or self.state.synchronization.delay
+        return restored_if_nonfinite(variables, checked) if may_go_on else nullcontext()
 
 
 @dataclass(eq=False, repr=False)

@@ -119,6 +119,7 @@ found = {
     "local": train(range(3, 4), 6, LOCAL),
     "local_at_its_end": train(range(3, 4), 3, LOCAL),
     "skip": train(range(3, 4), 6, SKIP),
+    "skip_all": train(range(1, 2), 1, SKIP),
     "stale_at_its_end": train(range(3, 4), 3, STALE),
     "large_alone": train(range(0), 1, large=True),
     "weight": train(range(0), 3, spoil=True),

@@ -79,6 +79,15 @@ def test_a_skipped_update_leaves_no_trace_in_weights_or_statistics(ranks: list[d
             assert facts[name]["skipped"] == 1
 
 
+def test_a_skipped_update_leaves_statistics_as_they_were_on_the_ranks_too_whose_records_were_fine(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """As on one rank, which has the records of all."""
+    for facts in ranks:
+        assert (facts["skip_all"]["skipped"], facts["skip_all"]["moved"]) == (1, 0.0)
+        assert facts["skip_all"]["is_finite"]
+
+
 def named_step(why: str) -> int:
     """The step at which rank 1, and it alone, is said to have failed."""
     found = re.match(
