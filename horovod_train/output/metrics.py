@@ -68,11 +68,15 @@ _HEAD = f"# HELP horovod_train_running {_FAMILIES['running']}\n"
 
 
 def _begins_with(*names: str) -> Callable[[Path], bool]:
-    """Return a check that the first row of a file begins with these entries: others' rows may begin with a step too."""
+    """Return a check that the first row of a file begins with these entries: others' rows may begin with a step too.
+
+    Lines with NUL bytes do not count.
+    """
 
     def begins_with_names(path: Path) -> bool:
         with path.open("rb") as file:
-            line = file.readline(_MOST_BYTES)
+            while b"\0" in (line := file.readline(_MOST_BYTES)):  # a power cut has left them
+                pass
         if not line.endswith(b"\n"):  # a kill has cut the file short
             return begins(path, '{"step": ')
         try:

@@ -246,6 +246,21 @@ def test_files_that_no_run_wrote_are_not_replaced_by_one(tmp_path: Path, name: s
     assert (tmp_path / name).read_text() == "seed: 3  # mine\n"
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "times.jsonl", "parameters.jsonl", "metrics.prom"])
+@pytest.mark.parametrize("follows", ["", '": 2}\n{"step": '])
+def test_files_of_a_run_that_a_power_cut_has_filled_with_nul_bytes_are_those_of_a_run(
+    name: str, follows: str, tmp_path: Path
+) -> None:
+    """A file system may keep the length of what was appended, and not the bytes."""
+    (tmp_path / name).write_text("\0" * 300 + follows)
+    output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=True)
+    output.rewind(0)
+    output.append_metrics("train", 1, 0, {"loss": 1.0})
+    output.close()
+    assert steps(tmp_path) == [1]
+    assert b"\0" not in (tmp_path / name).read_bytes()
+
+
 def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
     for seed in (1, 2):
         output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=True)

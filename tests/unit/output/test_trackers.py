@@ -96,6 +96,56 @@ def test_a_copy_of_a_run_directory_begins_a_run_of_its_own(tmp_path: Path, said:
     ]
 
 
+@pytest.mark.parametrize("left", ["", "\0" * 70])
+def test_a_record_that_a_power_cut_has_emptied_costs_rows_and_not_the_run(
+    left: str, tmp_path: Path, said: list[str]
+) -> None:
+    """XFS and Lustre may keep the name of a file that was just replaced, and not its bytes."""
+    trackers = started(Kept(), tmp_path)
+    write(trackers, 1, 2)
+    trackers.finish("stopped", [])
+    (tmp_path / "trackers" / "kept.json").write_text(left)
+    rows = [metrics.Row(step, 0, "train", 0.0, {"loss": 1.0}) for step in (1, 2, 3)]
+    again = Kept()
+    trackers = started(again, tmp_path, step=3, rows=lambda: rows)
+    write(trackers, 4)
+    trackers.finish("stopped", [])
+    assert (again.started, again.steps) == (["run 1"], [4])
+    assert said == [
+        "warning: log.trackers: kept: may lack rows until step 3: its record was empty, as after a power cut, and they "
+        "count as sent. metrics.jsonl has them."
+    ]
+    after = Kept()
+    trackers = started(after, tmp_path, step=3, rows=lambda: rows)
+    write(trackers, 4, 5)
+    trackers.finish("done", [])
+    assert (after.started, after.steps, len(said)) == (["run 1"], [5], 1)
+
+
+def test_a_record_that_a_power_cut_has_emptied_is_not_missed_where_the_tracker_tells_what_it_has(
+    tmp_path: Path, said: list[str]
+) -> None:
+    for step in (0, 10):
+        output = opened(tmp_path, Spec("csv"), step=step)
+        output.append_metrics("train", step + 10, 0, {"loss": 0.1})
+        close(output)
+        (tmp_path / "trackers" / "csv.json").write_text("")
+    assert [row["step"] for row in table(tmp_path / "csv" / "train.csv")] == ["10", "20"]
+    assert [line for line in said if "warning" in line] == []
+
+
+def test_another_run_begins_where_a_power_cut_has_left_no_id(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "kept.json").write_text("")
+    tracker = Kept()
+    started(tracker, tmp_path, step=9).finish("done", [])
+    assert tracker.started == [None]
+    assert said == [
+        f"warning: log.trackers: {tmp_path / 'trackers' / 'kept.json'} is empty, as after a power cut: which run of "
+        "the tracker it was of is not known, and a new run begins"
+    ]
+
+
 def write(trackers: Trackers, *steps: int, split: str = "train") -> None:
     for step in steps:
         trackers.write(step, 0, split, {"loss": 1.0 / step})
