@@ -156,7 +156,13 @@ def plain(value: object) -> Text:
 
 
 class Screen(Console):
-    """A Console on which text gives no orders to the terminal. Colours are rich's own and stay."""
+    """A Console on which text gives no orders to the terminal. Colours are rich's own and stay.
+
+    Nor do words between colons become emoji, as in `package.module:train: takes no option`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*arguments, **options):
@@ -167,6 +173,13 @@ def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield the items, and show a progress bar on standard error if that is a terminal."""
     if not sys.stderr.isatty() or total < 2:
         return iter(items)
-    from rich.progress import track as rich_track
+    return _tracked(items, total, description)
 
-    return iter(rich_track(items, description=description, total=total, console=Screen(stderr=True), transient=True))
+
+def _tracked(items: Iterable[T], total: int, description: str) -> Iterator[T]:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    # rich's own `track` takes the description, which may name a folder, as markup with emoji.
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Screen(stderr=True), transient=True) as progress:
+        yield from progress.track(items, total=total, description=description)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from horovod_train.output.console import to_stderr, to_stdout
+from horovod_train.output import console
+from horovod_train.output.console import Screen, to_stderr, to_stdout
 from horovod_train.output.run_dir import RunOutput
 
 SAYS = """
@@ -177,3 +178,19 @@ def test_metrics_are_written_though_the_screen_takes_nothing(
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_names_between_colons_are_no_emoji(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "loss: nets:train: takes no option; hooks:key: fd00::a:b:12, runs/a:x:b"
+    screen = Screen(soft_wrap=True)
+    with screen.capture() as found:
+        screen.print(text, markup=False)
+        screen.print(text)
+    assert found.get() == f"{text}\n{text}\n"
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert list(console.track([1, 2], 2, "writing a:x:b [bold]c")) == [1, 2]
+    assert "writing a:x:b [bold]c" in shown.getvalue()
