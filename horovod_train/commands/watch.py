@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import re
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from rich.text import Text
 from horovod_train.commands.cli import open_screen, require_run
 from horovod_train.commands.explain import explain, read_launched, starts_again, was_launched
 from horovod_train.errors import UserError
-from horovod_train.output.console import has_reader, plain
+from horovod_train.output.console import Screen, can_redraw, has_reader, plain
 from horovod_train.output.files import open_regular
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import FIGURES, MOST_DRAWN, Row, metrics_in, objects_in
@@ -83,8 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.once:
             screen.print(draw(follower.look()))
-        elif screen.is_terminal:
-            with Live(console=screen, auto_refresh=False) as live:
+        elif can_redraw(sys.stdout):
+            # Live cuts lines off at the width of the terminal, so that they must be folded.
+            with Live(console=Screen(highlight=False), auto_refresh=False) as live:
                 for look in follower.looks(arguments.every):
                     live.update(draw(look), refresh=True)
         else:
@@ -404,6 +406,8 @@ def _progress(look: Look) -> Iterator[RenderableType]:
     text = f"step {look.step}{of}{epoch}{remaining}"
     if look.last_step:
         row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column()
+        row.add_column(overflow="fold")
         row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), plain(text))
         yield row
     else:
@@ -420,6 +424,8 @@ def _silence(silent_s: float) -> str:
 def _metrics(look: Look) -> Table:
     """Return the last values of each split, and the whole course of each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in range(4):
+        table.add_column(overflow="fold")
     for split, row in look.last_rows.items():
         for name, value in _visible_values(row).items():
             cells = (split, name, _value(value), sparkline(look.courses[split, name]))

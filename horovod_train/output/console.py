@@ -169,9 +169,17 @@ class Screen(Console):
             yield segment if segment.control else segment._replace(text=printable(without_secrets(segment.text)))
 
 
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can draw over what it shows.
+
+    TERM says which cannot, such as a shell in Emacs. With FORCE_COLOR rich also calls a file a terminal.
+    """
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield the items, and show a progress bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty() or total < 2:
+    if not can_redraw(sys.stderr) or total < 2:
         return iter(items)
     return _tracked(items, total, description)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -259,6 +260,20 @@ def test_files_of_a_run_that_a_power_cut_has_filled_with_nul_bytes_are_those_of_
     output.close()
     assert steps(tmp_path) == [1]
     assert b"\0" not in (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize(("term", "has_bar"), [("xterm", True), ("dumb", False)])
+def test_a_bar_is_for_terminals_that_draw_it_again(
+    term: str, has_bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("TERM", term)
+    output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=False)
+    output.start_progress(0, 2)
+    output.close()
+    assert ("training" in shown.getvalue()) == has_bar
 
 
 def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
