@@ -254,7 +254,7 @@ class Follower:
             self._read_log(rank, path)
         self._read_rows()
         newest = _newest(self._ranks)
-        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if newest and rank < newest.about.size}
+        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if newest and now.about.is_with(newest.about)}
         root = ranks.get(0)
         has_ended = root is not None and root.ended is not None
         launched = read_launched(self.run_dir)  # after the logs: ranks that it started since then are no end

@@ -106,6 +106,23 @@ def test_how_a_run_ended_is_known_without_the_log_of_rank_0(tmp_path: Path, ende
     assert list(read_stories(tmp_path)) == [1, 2]
 
 
+def test_a_rank_that_keeps_no_log_is_not_told_of_by_that_of_an_earlier_start(tmp_path: Path) -> None:
+    """As where its host may no longer write there: it continues without a log."""
+    for start, ranks in (("first", (0, 1)), ("second", (0,))):
+        make_folder(tmp_path)
+        logs = []
+        for rank in ranks:
+            said = introduction(rank, 2, "mpirun", f"node{rank}", "on CPU", start=start)
+            logs.append(open_rank_log(tmp_path, rank, f"node{rank}", start_text=said))
+        if start == "first":
+            logs[1].write("failed", "ValueError: the reactor is on fire")
+            logs[1].end("failed", 1, step=3, phase="train", error="ValueError: the reactor is on fire")
+        logs[0].end("followed" if start == "first" else "done", 0, step=9, phase="train", error=None)
+    (tmp_path / "summary.json").write_text('{"steps": 9}')
+    assert list(read_stories(tmp_path)) == list(Follower(tmp_path).look().ranks) == [0]
+    assert explain(tmp_path).what == "finished after 9 steps"
+
+
 def test_logs_of_other_ranks_count_without_that_of_rank_0(tmp_path: Path) -> None:
     Run(tmp_path, 2)
     log_file(tmp_path / "logs", 0).unlink()
