@@ -184,7 +184,7 @@ class Sender:
         self._most_rows, self._pause_s = most_rows, pause_s
         self._record = Record(run_dir, name)
         self._logged_before: dict[str, int] = {}
-        """By split, the last step that an earlier start has logged."""
+        """By split, the last step that an earlier start has logged, or that was read of its rows."""
         self._counts_as_logged = -1
         """The last step of which all rows count as logged."""
         self._rows: deque[Row] = deque()
@@ -265,7 +265,7 @@ class Sender:
             begun.set_result(None)
         for row in itertools.chain(self._read(rows), self._take_rows()):
             if row.step <= max(self._counts_as_logged, self._logged_before.get(row.split, -1)):
-                continue  # an earlier start logged it, from which the run may have gone back
+                continue  # logged by an earlier start, from which the run may have gone back, or read below
             if not self._repeat_until_success(f"log step {row.step}", partial(self._send, row)):
                 return
         assert self._end is not None
@@ -293,12 +293,20 @@ class Sender:
         self._save()
 
     def _read(self, rows: ReadRows) -> Iterator[Row]:
-        """Yield the rows of earlier starts, as far as they can be read."""
+        """Yield the rows of earlier starts, as far as they can be read.
+
+        They may include the evaluation that this start has begun with, whose row is in the queue too.
+        """
+        read: dict[str, int] = {}
         try:
-            yield from rows()
+            for row in rows():
+                yield row
+                read[row.split] = max(row.step, read.get(row.split, -1))
             self._has_caught_up = True
         except UserError as error:
             self._warn(f"may lack rows of earlier starts: {error}")
+        for split, step in read.items():
+            self._logged_before[split] = max(step, self._logged_before.get(split, -1))
 
     def _take_rows(self) -> Iterator[Row]:
         """Yield rows until the run ends. A row stays in the queue until it is sent, and may be dropped from there."""

@@ -334,6 +334,19 @@ def test_rows_of_earlier_starts_neither_wait_nor_are_lost(
     assert [line for line in said if "lack" in line] == []
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_evaluation_that_a_start_begins_with_is_sent_once(is_read: bool, tmp_path: Path) -> None:
+    """It is in metrics.jsonl by the time that a tracker has taken the rows of earlier starts, and in the queue."""
+    rows = [metrics.Row(10, 0, split, 0.0, {"loss": 0.1}) for split in ("train", "norms", "norms", "eval")]
+    tracker = Kept()
+    trackers = started(tracker, tmp_path, step=10, rows=lambda: rows if is_read else rows[:-1])
+    write(trackers, 10, split="eval")
+    write(trackers, 20)
+    trackers.finish("done", [])
+    sent = [(row.split, row.step) for row in tracker.rows]
+    assert sent == [("train", 10), ("norms", 10), ("norms", 10), ("eval", 10), ("train", 20)]
+
+
 def test_rows_of_earlier_starts_that_cannot_be_read_cost_only_themselves(tmp_path: Path, said: list[str]) -> None:
     def rows() -> Iterator[metrics.Row]:
         yield metrics.Row(1, 0, "train", 0.0, {})
