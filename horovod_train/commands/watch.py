@@ -306,7 +306,7 @@ class Follower:
         is_replaced, lines = self._new(self.run_dir / "times.jsonl")
         said = (
             (row["step"], str(row["verdict"]))
-            for row in objects_in(lines)
+            for row in objects_in(deque(lines, _MOST_ROWS) if is_replaced else lines)
             if isinstance(row.get("step"), int) and "verdict" in row
         )
         self._verdicts = _newest_of(self._verdicts, said, is_replaced)

@@ -21,9 +21,9 @@ import tensorflow as tf
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
-from horovod_train.output import logs, rank_log
-from horovod_train.output.files import Lines
-from horovod_train.output.metrics import Aside, MetricsFile
+from horovod_train.output import logs, metrics, rank_log
+from horovod_train.output.files import Lines, parse_json
+from horovod_train.output.metrics import Aside, JsonLines, MetricsFile
 from horovod_train.output.run_dir import Output, RunOutput, check_writable, open_output
 
 
@@ -77,6 +77,43 @@ def test_a_resume_holds_no_more_than_some_rows_in_memory(tmp_path: Path) -> None
     output.close()
     size = (tmp_path / "metrics.jsonl").stat().st_size
     assert most < size / 4, (most, size)
+
+
+def test_a_resume_parses_only_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for it, and a long run has a million rows."""
+    rows = MetricsFile(tmp_path)
+    for step in range(1, 300):
+        rows.write(step, 0, "train", {"loss": 1.0 / step})
+        rows.write(step, 0, "eval", {"loss": 2.0 / step})
+        rows.write(step, 0, "eval", {"more": float(step)})
+    parsed: list[str | bytes] = []
+    monkeypatch.setattr(metrics, "parse_json", lambda line: parsed.append(line) or parse_json(line))
+    rows.rewind(200)
+    assert (rows.last("train"), rows.last("eval")) == ({"loss": 1 / 200}, {"loss": 2 / 200, "more": 200.0})
+    rows.remove_evaluation(200)
+    assert (rows.last("train"), rows.last("eval")) == ({"loss": 1 / 200}, {"loss": 2 / 199, "more": 199.0})
+    assert len(steps(tmp_path)) == 598
+    assert len(parsed) < 30
+
+
+@pytest.mark.parametrize(
+    ("line", "is_kept"),
+    [
+        ('{"step": 10, "seconds": {"input": [1, 2]}}', True),
+        ('{"step": 11, "seconds": {"input": [1, 2]}}', False),
+        ('{"step": 10, "seconds": {"input": [1, 2]}', False),  # a kill has cut it short
+        ('{"step": 10, "verdict": "}"}', True),
+        ('{"step": 10, "verdict": "of {"}', True),
+        ('{"step":10,"verdict":"of another writer"}', True),
+        ('{"step": 1e1}', True),
+        ('{"step": 1', False),
+        ('{"step": 10', False),
+    ],
+)
+def test_a_resume_keeps_the_whole_rows_up_to_its_step(line: str, is_kept: bool, tmp_path: Path) -> None:
+    (tmp_path / "times.jsonl").write_text(f'{{"step": 10, "verdict": "", "seconds": {{}}}}\n{line}')
+    JsonLines(tmp_path / "times.jsonl", metrics.TIMES).rewind(10)
+    assert (line in (tmp_path / "times.jsonl").read_text().splitlines()) == is_kept
 
 
 def test_metrics_whose_last_line_lacks_its_end_are_continued_on_a_line_of_their_own(tmp_path: Path) -> None:
