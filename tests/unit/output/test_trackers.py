@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from horovod_train.config.loader import as_dict, load
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
 from horovod_train.output import metrics
+from horovod_train.output.files import Lines
 from horovod_train.output.run_dir import Output, open_output
 from horovod_train.output.trackers import Trackers, build_trackers
+from horovod_train.output.trackers.csv_table import CsvTables
 from horovod_train.output.trackers.sender import Ended, Row, Sender
 
 CONFIG = as_dict(Config())
@@ -280,6 +283,55 @@ def test_csv_continues_the_column_of_a_value_whatever_its_name(tmp_path: Path, n
     assert table(tmp_path / "csv" / "train.csv") == [
         {"step": str(step), "epoch": "0", name: "0.5", "new": "1.0" if step == 30 else ""} for step in (10, 20, 30)
     ]
+
+
+def test_csv_holds_no_more_than_some_rows_of_a_long_table_in_memory(tmp_path: Path) -> None:
+    columns = [f"metric {number}" for number in range(40)]
+    (tmp_path / "csv").mkdir()
+    path = tmp_path / "csv" / "train.csv"
+    lines = [",".join(map(str, [step, 0, *[step / 7] * 40])) for step in range(2_000)]
+    path.write_text("\n".join([",".join(["step", "epoch", *columns]), *lines, ""]))
+    tables, size = CsvTables(), path.stat().st_size
+    tracemalloc.start()
+    try:
+        tables.start(tmp_path, "csv", 1_998, {})
+        tables.log(Row(1_999, 0, "train", {"another": 1.0}, 0.0))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    tables.finish("done", [])
+    rows = table(path)
+    assert (len(rows), rows[1_998]["metric 39"], rows[1_998]["another"]) == (2_000, str(1_998 / 7), "")
+    assert rows[1_999]["another"] == "1.0"
+    assert most < size / 4, (most, size)
+
+
+def test_csv_begins_no_column_before_the_rows_that_it_could_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk that has room again a moment later: they would follow longer rows."""
+    tables = CsvTables()
+    tables.start(tmp_path, None, 0, {})
+    tables.log(Row(1, 0, "train", {"loss": 1.0}, 0.0))
+    with monkeypatch.context() as full:
+        full.setattr(Lines, "_write", lambda *about: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        tables.log(Row(2, 0, "train", {"loss": 2.0}, 0.0))
+        with pytest.raises(OSError, match="has rows in memory that cannot be written"):
+            tables.log(Row(3, 0, "train", {"loss": 3.0, "new": 1.0}, 0.0))
+    tables.log(Row(3, 0, "train", {"loss": 3.0, "new": 1.0}, 0.0))
+    tables.finish("done", [])
+    assert [(row["loss"], row["new"]) for row in table(tmp_path / "csv" / "train.csv")] == [
+        *(("1.0", ""), ("2.0", ""), ("3.0", "1.0"))
+    ]
+
+
+def test_csv_begins_a_table_anew_that_a_power_cut_has_filled_with_nul_bytes(tmp_path: Path) -> None:
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("\0" * 90 + "0.5\n20,0,0.25\n")
+    output = opened(tmp_path, Spec("csv"), step=20)
+    output.append_metrics("train", 30, 0, {"loss": 0.5})
+    close(output)
+    assert table(tmp_path / "csv" / "train.csv") == [{"step": "30", "epoch": "0", "loss": "0.5"}]
 
 
 def test_csv_leaves_a_table_of_somebody_else_alone(tmp_path: Path) -> None:
