@@ -440,12 +440,15 @@ def _crash(story: RankStory) -> str:
 def _alive(run_dir: Path, stories: Mapping[int, RankStory]) -> list[int]:
     """Return the ranks whose processes are on this host: the same process, not a later one with its number.
 
-    Containers, and hosts of one image, may share a name: that another machine of it has the lease contradicts.
+    Containers, and hosts of one image, may share a name: that another machine of it has the lease contradicts. So does
+    a lease of another folder: this one is a copy, whose run may train on.
     """
     here = socket.gethostname()
     with suppress(OSError):
         holder, _, _ = read_lease(run_dir)
         if holder is not None and holder.host == here and not holder.is_of_this_machine:
+            return []
+        if holder is not None and holder.folder not in (0, run_dir.stat().st_ino):
             return []
     return [
         rank

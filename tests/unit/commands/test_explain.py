@@ -700,6 +700,17 @@ def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
     assert found.next.startswith("wait; ")
 
 
+def test_a_copy_of_a_run_that_trains_here_is_not_running(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    make_folder(tmp_path / "run")
+    open_rank_log(tmp_path / "run", 0, "here", start_text=introduction(0, 1, "none", socket.gethostname()))
+    lease = dataclasses.asdict(describe_me("", tmp_path / "run"))
+    (tmp_path / "run" / "lease.json").write_text(json.dumps(lease))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    found = {name: explain(tmp_path / name, watch_s=0.0) for name in ("run", "copy")}
+    assert {name: each.state == "running" for name, each in found.items()} == {"run": True, "copy": False}
+
+
 @pytest.mark.parametrize("has_another", [True, False])
 def test_a_process_with_the_number_of_one_of_another_machine_is_another(tmp_path: Path, has_another: bool) -> None:
     """As in containers, whose numbers are small, or after the host has booted again; its name is the same."""
