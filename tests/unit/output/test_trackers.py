@@ -14,6 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -574,6 +575,36 @@ def test_a_run_does_not_begin_without_its_tracker_but_continues_without_it(tmp_p
     assert len(about) == 2
     assert "cannot continue the run: ConnectionError" in about[0]
     assert "lacks 1 row of metrics" in about[1]
+
+
+def test_mlflow_gets_changed_settings_a_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses more in one request, and the run could never be continued there."""
+    batches: list[tuple[str, int]] = []
+
+    class Client:
+        def log_batch(self, run_id: str, **content: list[Any]) -> None:
+            batches.extend((kind, len(each)) for kind, each in content.items())
+
+    known = {f"data.features.{number}": "old" for number in range(230)}
+    run = SimpleNamespace(
+        info=SimpleNamespace(run_id="7", lifecycle_stage="active"), data=SimpleNamespace(params=known)
+    )
+    client: Any = Client()
+    client.get_run, client.update_run = lambda run_id: run, lambda *about, **more: None
+    variable = SimpleNamespace(is_set=lambda: True, get=lambda: None)
+    names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_EXPERIMENT_NAME")
+    entities = SimpleNamespace(Param=tuple, RunTag=lambda *pair: pair)
+    package: Any = ModuleType("mlflow")
+    package.MlflowClient, package.get_tracking_uri, package.entities = lambda uri: client, lambda: "", entities
+    package.exceptions = SimpleNamespace(MlflowException=ValueError)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    variables: Any = ModuleType("mlflow.environment_variables")
+    vars(variables).update(dict.fromkeys(names, variable))
+    monkeypatch.setitem(sys.modules, "mlflow.environment_variables", variables)
+    (tracker,) = build_trackers([Spec("mlflow")])
+    config = {"data": {"features": {str(number): "new" for number in range(230)}}}
+    assert tracker.start(Path("run"), "7", 400, config) == "7"
+    assert batches == [("tags", 100), ("tags", 100), ("tags", 30)]
 
 
 @pytest.mark.parametrize(
