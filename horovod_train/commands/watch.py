@@ -145,6 +145,8 @@ class Look:
     is_over: bool
     is_starting: bool = False
     """Whether launch starts the ranks again, of which there is no log yet."""
+    has_lines: bool = False
+    """Whether ranks have written to their logs."""
 
     @property
     def step(self) -> int:
@@ -191,6 +193,11 @@ class _Tail:
     path: Path
     _read_to: int = 0
     _inode: int | None = None
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether it has read any."""
+        return self._read_to > 0
 
     def new_lines(self) -> tuple[bool, Iterator[str]]:
         """Return whether the file was replaced since the last call, and its complete new lines.
@@ -250,7 +257,8 @@ class Follower:
 
     def look(self) -> Look:
         silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
-        for rank, path in self._logs().items():
+        logs = self._logs()
+        for rank, path in logs.items():
             self._read_log(rank, path)
         self._read_rows()
         newest = _newest(self._ranks)
@@ -272,6 +280,7 @@ class Follower:
             silent_s=None if has_ended or is_starting else silent_s,
             is_over=is_over and not is_starting and not (root and self._may_be_started_again(root, launched)),
             is_starting=is_starting,
+            has_lines=any(self._tails[path.name].has_lines for path in logs.values()),
         )
         return self.last
 
@@ -386,7 +395,8 @@ def draw(look: Look) -> RenderableType:
 def _title(look: Look) -> str:
     rank = _newest(look.ranks)
     if rank is None:
-        return f"{look.run_dir}: no rank has written its log yet"
+        about = "no log of a rank begins with a start, as after a rotation"
+        return f"{look.run_dir}: {about if look.has_lines else 'no rank has written its log yet'}"
     hosts = len({each.about.host for each in look.ranks.values()})
     where = f"{rank.about.size} rank(s) on {hosts} host(s), launcher {rank.about.launcher}"
     if look.is_over:

@@ -25,7 +25,7 @@ from conftest import run_process
 from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, find_start, pack, sha256, verify
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
-from horovod_train.commands.watch import Follower
+from horovod_train.commands.watch import Follower, news
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import STOP_FILE
@@ -690,6 +690,22 @@ def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("disappeared", [0])
     assert found.what.endswith("last line in the logs: phase train after step 0")
+
+
+def test_of_logs_that_were_rotated_it_is_said(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    log_file(tmp_path / "logs", 0).rename(tmp_path / "logs" / "rank-0.log.1")
+    found = explain(tmp_path, watch_s=0.0)
+    assert found.what == "there are no logs of ranks: the run ended before its ranks had connected"
+    log_file(tmp_path / "logs", 0).touch()
+    run.logs[0].write("phase", "train after step 480")
+    found = explain(tmp_path, watch_s=0.0)
+    assert (found.state, found.what) == (
+        *("unknown",),
+        f"{tmp_path}/logs/rank-0.log does not begin with a start, as after a rotation: it tells no more",
+    )
+    title = next(iter(news(None, Follower(tmp_path).look())))
+    assert title == f"{tmp_path}: no log of a rank begins with a start, as after a rotation"
 
 
 def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
