@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, TypeVar, cast
+from typing import IO, Any, ClassVar, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.segment import Segment
@@ -139,8 +139,9 @@ def check_written() -> None:
 def let_go() -> None:
     """Before the process ends: write or drop what the streams still buffer.
 
-    Otherwise Python tries again at exit and, if it cannot write, ends with exit code 120.
+    Otherwise Python tries again at exit and, if it cannot write, ends with exit code 120. Shows the cursor.
     """
+    show_cursor()
     for shown in (sys.stdout, sys.stderr):
         stream = shown.stream if isinstance(shown, _Unfailing) else shown
         try:
@@ -161,12 +162,28 @@ class Screen(Console):
     Nor do words between colons become emoji, as in `package.module:train: takes no option`.
     """
 
+    without_cursor: ClassVar[IO[str] | None] = None
+    """The terminal on which a bar hides the cursor now."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, **options)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        is_terminal = super().show_cursor(show)
+        if is_terminal:
+            Screen.without_cursor = None if show else self.file
+        return is_terminal
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*arguments, **options):
             yield segment if segment.control else segment._replace(text=printable(without_secrets(segment.text)))
+
+
+def show_cursor() -> None:
+    """Show the cursor that a bar hides, where the process ends without the bar's own end."""
+    if Screen.without_cursor is not None:
+        with suppress(OSError, ValueError):
+            os.write(Screen.without_cursor.fileno(), b"\x1b[?25h\n")
 
 
 def can_redraw(stream: TextIO) -> bool:
