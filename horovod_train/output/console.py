@@ -191,7 +191,7 @@ def can_redraw(stream: TextIO) -> bool:
 
     TERM says which cannot, such as a shell in Emacs. With FORCE_COLOR rich also calls a file a terminal.
     """
-    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return stream.isatty() and not Screen(file=stream, force_terminal=True).is_dumb_terminal
 
 
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
