@@ -378,13 +378,16 @@ def newest_whole(folder: Path, read: Read) -> tuple[Checkpoint | None, dict[int,
     """Return the newest checkpoint in a checkpoints folder that `read` accepts as not damaged.
 
     Also returns, by step, the damage of newer ones. Where one can be read, those that seemed damaged because the file
-    system did not answer are read once more: it answers now. Raises OSError.
+    system did not answer are read once more: it answers now. A checkpoint that a running run removes meanwhile is not
+    damaged: the folder is listed again, because that run has saved a newer one. Raises OSError.
     """
     damaged: dict[int, Damaged] = {}
     for step in steps_in(folder):
         try:
             whole = read(folder / step_name(step))
         except Damaged as error:
+            if step not in steps_in(folder):
+                return newest_whole(folder, read)
             damaged[step] = error
             continue
         for newer in [step for step, damage in damaged.items() if _may_be_whole(damage)]:
@@ -465,7 +468,7 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         start = open_checkpoint(resume, "checkpoint.resume", read)
         folders = {path.resolve().parent for path in checkpoints_at(Path(resume))}
         if steps_in(folder) and folder.resolve() not in folders:
-            if checkpoint is None:
+            if checkpoint is None and damaged:
                 _raise_all_damaged(folder, resume, damaged)
             raise UserError(
                 f"checkpoint.resume: {resume} is of another run than the checkpoints in {folder}. "

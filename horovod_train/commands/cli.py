@@ -397,14 +397,19 @@ def open_screen(*, launched: bool = False) -> Console:
 def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: Collection[str]) -> Table:
     """Build a table without lines, whose columns are aligned to the right.
 
-    left: titles of the columns of text, which are aligned to the left and take more lines where there is no room.
+    left: titles of the columns of text, which are aligned to the left and take more lines where there is no room. The
+    first column never does: it names the row, so that one finds it with grep.
     """
+    cells = [list(map(plain, row)) for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
+    for number, title in enumerate(titles):
         is_text = title in left
-        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-    for row in rows:
-        table.add_row(*map(plain, row))
+        least = None if number else max((row[0].cell_len for row in cells), default=0)
+        table.add_column(
+            title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold", min_width=least
+        )
+    for row in cells:
+        table.add_row(*row)
     return table
 
 

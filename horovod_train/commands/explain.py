@@ -200,6 +200,8 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         # It may have ended while its files and its lease were looked at, which takes seconds.
         stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
         outcome = _judge(stories, summary, _alive(run_dir, stories), lambda: None)
+    if outcome.state == "unknown" and (log := _log_without_start(run_dir)):
+        outcome = outcome._replace(what=f"{log} does not begin with a start, as after a rotation: it tells no more")
     checkpoint, damaged = _last_good_checkpoint(run_dir)
     is_lost = checkpoint is None and (bool(damaged) or layout.steps_told(run_dir) > 0)
     steps = [_last_step_in_metrics(run_dir), *(story.last_step for story in stories.values())]
@@ -223,6 +225,12 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
         next=_next(run_dir, outcome, stories, counted, checkpoint, has_damaged=bool(damaged), is_lost=is_lost),
     )
+
+
+def _log_without_start(run_dir: Path) -> Path | None:
+    """Return a rank's log that is not empty; for a run of whose logs none has the start of a rank."""
+    logs = sorted((run_dir / FOLDER).glob("rank-*.log"))
+    return next((path for path in logs if path.stat().st_size), None)
 
 
 def read_launched(run_dir: Path) -> list[Entry]:
@@ -440,12 +448,15 @@ def _crash(story: RankStory) -> str:
 def _alive(run_dir: Path, stories: Mapping[int, RankStory]) -> list[int]:
     """Return the ranks whose processes are on this host: the same process, not a later one with its number.
 
-    Containers, and hosts of one image, may share a name: that another machine of it has the lease contradicts.
+    Containers, and hosts of one image, may share a name: that another machine of it has the lease contradicts. So does
+    a lease of another folder: this one is a copy, whose run may train on.
     """
     here = socket.gethostname()
     with suppress(OSError):
         holder, _, _ = read_lease(run_dir)
         if holder is not None and holder.host == here and not holder.is_of_this_machine:
+            return []
+        if holder is not None and holder.folder not in (0, run_dir.stat().st_ino):
             return []
     return [
         rank

@@ -345,7 +345,8 @@ class Drawer:
                 dashes = "-" if curve.split == "train" else "--"
                 marker = "o" if curve.split == "eval" or len(curve.x) < 3 else ""
                 (line,) = axes.plot(curve.x, curve.y, dashes, color=_color(color), marker=marker)
-                line.set(label=label, gid=f"curve-{number}")
+                # matplotlib leaves labels that begin with _ out of a legend.
+                line.set(label=f" {label}" if label.startswith("_") else label, gid=f"curve-{number}")
             axes.set(xlabel=chart.x_label, ylabel=printable(chart.y_label))
             axes.grid(visible=True)
             if len(chart.curves) > 1:

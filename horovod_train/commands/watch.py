@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import re
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from rich.text import Text
 from horovod_train.commands.cli import open_screen, require_run
 from horovod_train.commands.explain import explain, read_launched, starts_again, was_launched
 from horovod_train.errors import UserError
-from horovod_train.output.console import has_reader, plain
+from horovod_train.output.console import Screen, can_redraw, has_reader, plain
 from horovod_train.output.files import open_regular
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import FIGURES, MOST_DRAWN, Row, metrics_in, objects_in
@@ -83,8 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.once:
             screen.print(draw(follower.look()))
-        elif screen.is_terminal:
-            with Live(console=screen, auto_refresh=False) as live:
+        elif can_redraw(sys.stdout):
+            # Live cuts lines off at the width of the terminal, so that they must be folded.
+            with Live(console=Screen(highlight=False), auto_refresh=False) as live:
                 for look in follower.looks(arguments.every):
                     live.update(draw(look), refresh=True)
         else:
@@ -143,6 +145,8 @@ class Look:
     is_over: bool
     is_starting: bool = False
     """Whether launch starts the ranks again, of which there is no log yet."""
+    has_lines: bool = False
+    """Whether ranks have written to their logs."""
 
     @property
     def step(self) -> int:
@@ -189,6 +193,11 @@ class _Tail:
     path: Path
     _read_to: int = 0
     _inode: int | None = None
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether it has read any."""
+        return self._read_to > 0
 
     def new_lines(self) -> tuple[bool, Iterator[str]]:
         """Return whether the file was replaced since the last call, and its complete new lines.
@@ -248,11 +257,12 @@ class Follower:
 
     def look(self) -> Look:
         silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
-        for rank, path in self._logs().items():
+        logs = self._logs()
+        for rank, path in logs.items():
             self._read_log(rank, path)
         self._read_rows()
         newest = _newest(self._ranks)
-        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if newest and rank < newest.about.size}
+        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if newest and now.about.is_with(newest.about)}
         root = ranks.get(0)
         has_ended = root is not None and root.ended is not None
         launched = read_launched(self.run_dir)  # after the logs: ranks that it started since then are no end
@@ -270,6 +280,7 @@ class Follower:
             silent_s=None if has_ended or is_starting else silent_s,
             is_over=is_over and not is_starting and not (root and self._may_be_started_again(root, launched)),
             is_starting=is_starting,
+            has_lines=any(self._tails[path.name].has_lines for path in logs.values()),
         )
         return self.last
 
@@ -304,7 +315,7 @@ class Follower:
         is_replaced, lines = self._new(self.run_dir / "times.jsonl")
         said = (
             (row["step"], str(row["verdict"]))
-            for row in objects_in(lines)
+            for row in objects_in(deque(lines, _MOST_ROWS) if is_replaced else lines)
             if isinstance(row.get("step"), int) and "verdict" in row
         )
         self._verdicts = _newest_of(self._verdicts, said, is_replaced)
@@ -384,7 +395,8 @@ def draw(look: Look) -> RenderableType:
 def _title(look: Look) -> str:
     rank = _newest(look.ranks)
     if rank is None:
-        return f"{look.run_dir}: no rank has written its log yet"
+        about = "no log of a rank begins with a start, as after a rotation"
+        return f"{look.run_dir}: {about if look.has_lines else 'no rank has written its log yet'}"
     hosts = len({each.about.host for each in look.ranks.values()})
     where = f"{rank.about.size} rank(s) on {hosts} host(s), launcher {rank.about.launcher}"
     if look.is_over:
@@ -404,6 +416,8 @@ def _progress(look: Look) -> Iterator[RenderableType]:
     text = f"step {look.step}{of}{epoch}{remaining}"
     if look.last_step:
         row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column()
+        row.add_column(overflow="fold")
         row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), plain(text))
         yield row
     else:
@@ -420,6 +434,8 @@ def _silence(silent_s: float) -> str:
 def _metrics(look: Look) -> Table:
     """Return the last values of each split, and the whole course of each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in range(4):
+        table.add_column(overflow="fold")
     for split, row in look.last_rows.items():
         for name, value in _visible_values(row).items():
             cells = (split, name, _value(value), sparkline(look.courses[split, name]))

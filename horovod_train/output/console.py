@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, TypeVar, cast
+from typing import IO, Any, ClassVar, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.segment import Segment
@@ -139,8 +139,9 @@ def check_written() -> None:
 def let_go() -> None:
     """Before the process ends: write or drop what the streams still buffer.
 
-    Otherwise Python tries again at exit and, if it cannot write, ends with exit code 120.
+    Otherwise Python tries again at exit and, if it cannot write, ends with exit code 120. Shows the cursor.
     """
+    show_cursor()
     for shown in (sys.stdout, sys.stderr):
         stream = shown.stream if isinstance(shown, _Unfailing) else shown
         try:
@@ -156,17 +157,54 @@ def plain(value: object) -> Text:
 
 
 class Screen(Console):
-    """A Console on which text gives no orders to the terminal. Colours are rich's own and stay."""
+    """A Console on which text gives no orders to the terminal. Colours are rich's own and stay.
+
+    Nor do words between colons become emoji, as in `package.module:train: takes no option`.
+    """
+
+    without_cursor: ClassVar[IO[str] | None] = None
+    """The terminal on which a bar hides the cursor now."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        is_terminal = super().show_cursor(show)
+        if is_terminal:
+            Screen.without_cursor = None if show else self.file
+        return is_terminal
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*arguments, **options):
             yield segment if segment.control else segment._replace(text=printable(without_secrets(segment.text)))
 
 
+def show_cursor() -> None:
+    """Show the cursor that a bar hides, where the process ends without the bar's own end."""
+    if Screen.without_cursor is not None:
+        with suppress(OSError, ValueError):
+            os.write(Screen.without_cursor.fileno(), b"\x1b[?25h\n")
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can draw over what it shows.
+
+    TERM says which cannot, such as a shell in Emacs. With FORCE_COLOR rich also calls a file a terminal.
+    """
+    return stream.isatty() and not Screen(file=stream, force_terminal=True).is_dumb_terminal
+
+
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield the items, and show a progress bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty() or total < 2:
+    if not can_redraw(sys.stderr) or total < 2:
         return iter(items)
-    from rich.progress import track as rich_track
+    return _tracked(items, total, description)
 
-    return iter(rich_track(items, description=description, total=total, console=Screen(stderr=True), transient=True))
+
+def _tracked(items: Iterable[T], total: int, description: str) -> Iterator[T]:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    # rich's own `track` takes the description, which may name a folder, as markup with emoji.
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Screen(stderr=True), transient=True) as progress:
+        yield from progress.track(items, total=total, description=description)

@@ -93,10 +93,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def begins(path: Path, head: str) -> bool:
-    """Return whether a file begins like this. So does a shorter file that a kill has left."""
+    """Return whether a file begins like this. So does a shorter file that a kill has left.
+
+    A power cut may leave NUL bytes, where the file system has kept the length of a file but not its data.
+    """
     with path.open("rb") as file:
         beginning = file.read(len(head))
-    return head.encode().startswith(beginning)
+    return head.encode().startswith(beginning.rstrip(b"\0"))
 
 
 def zip_members(path: Path) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +56,9 @@ FIGURES: dict[str, Figure] = {
 MOST_DRAWN = 1e100
 """Larger numbers are left out of curves: the difference of two may be infinite."""
 _MOST_BYTES = 1 << 24
+_STEP = re.compile(r'\{"step": (\d{1,18}), ')
+_STEP_AND_SPLIT = re.compile(r'\{"step": (\d{1,18}), "epoch": \d+, "split": ("[^"\\]*"), ')
+"""How JsonLines and MetricsFile begin a row."""
 _FAMILIES = {
     "running": "1 while the run trains or has been killed, 0 when it has ended by itself",
     "last_progress_timestamp_seconds": "Time of the newest line of metrics, or of the start",
@@ -68,11 +72,15 @@ _HEAD = f"# HELP horovod_train_running {_FAMILIES['running']}\n"
 
 
 def _begins_with(*names: str) -> Callable[[Path], bool]:
-    """Return a check that the first row of a file begins with these entries: others' rows may begin with a step too."""
+    """Return a check that the first row of a file begins with these entries: others' rows may begin with a step too.
+
+    Lines with NUL bytes do not count.
+    """
 
     def begins_with_names(path: Path) -> bool:
         with path.open("rb") as file:
-            line = file.readline(_MOST_BYTES)
+            while b"\0" in (line := file.readline(_MOST_BYTES)):  # a power cut has left them
+                pass
         if not line.endswith(b"\n"):  # a kill has cut the file short
             return begins(path, '{"step": ')
         try:
@@ -145,6 +153,9 @@ class JsonLines:
 
 def _step_of(line: str) -> float:
     """Return the step of a row; a line cut short by a kill counts as later than any step."""
+    # All ranks wait for root at a start, where to parse each row of a long run would take minutes.
+    if (begin := _STEP.match(line)) and line.endswith("}") and line.count("{") == line.count("}"):
+        return int(begin[1])
     try:
         return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -181,19 +192,36 @@ class MetricsFile(JsonLines):
         """Remove the row of the evaluation at `step`, if there is one. Raises UserError."""
         with must_be_writable(self._lines.path):
             self._lines.keep(
-                lambda line: all((row.step, row.split) != (step, "eval") for row in metrics_in([line])), METRICS
+                lambda line: _step_of(line) != step or all(row.split != "eval" for row in metrics_in([line])), METRICS
             )
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
         self._newest = _Newest()
-        for row in self.rows():
-            self._newest.add(row.step, row.split, row.values)
+        with must_be_writable(self._lines.path):
+            for row in metrics_in(_newest_in(self._lines.read())):
+                self._newest.add(row.step, row.split, row.values)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows, without what a kill has cut short. Raises UserError."""
         with must_be_writable(self._lines.path):
             yield from metrics_in(self._lines.read())
+
+
+def _newest_in(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of each split at its newest step, and those that do not begin as ours do."""
+    newest: dict[str, tuple[str, list[str]]] = {}
+    for line in lines:
+        begin = _STEP_AND_SPLIT.match(line)
+        if begin is None:
+            yield line
+            continue
+        step, split = begin.groups()
+        if split not in newest or newest[split][0] != step:
+            newest[split] = step, []
+        newest[split][1].append(line)
+    for _, of_split in newest.values():
+        yield from of_split
 
 
 class _Newest:

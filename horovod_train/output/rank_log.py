@@ -45,6 +45,7 @@ MOST_CLOCKS_DIFFER_S = 60.0
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
 _INTRODUCTION = re.compile(r"rank (\d{1,9}) of (\d{1,9}), launcher (\S+), process (\d{1,9}) on ([^\s;]+)")
+_START = re.compile(r"; start (\S+)$")
 _ENDED = re.compile(r"(\w+), exit code (\d{1,9})")
 _OUR_CLASS = re.compile(r"^horovod_train\.errors\.\w+: ")
 """What Python's tracebacks begin the text of our errors with."""
@@ -192,10 +193,14 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, start_text: str)
     return log
 
 
-def introduction(rank: int, size: int, launcher: str, host: str, about: str = "") -> str:
-    """Return the text of "start", which read_introduction reads. about: more facts about this rank."""
+def introduction(rank: int, size: int, launcher: str, host: str, about: str = "", start: str = "") -> str:
+    """Return the text of "start", which read_introduction reads.
+
+    about: more facts about this rank. start: the same on all ranks of a start of the run, and another for each start:
+    the log of a rank that could not write one may be of an earlier start.
+    """
     text = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
-    return f"{text}; {about}" if about else text
+    return "; ".join(filter(None, [text, about, start and f"start {start}"]))
 
 
 def launch_log(run_dir: Path) -> Path:
@@ -230,13 +235,18 @@ class Entry:
 
 @dataclass
 class Introduction:
-    """What the first line of a start says."""
+    """What the first line of a start says. start: tells starts of a run apart; "" in a log that does not."""
 
     rank: int
     size: int
     launcher: str
     pid: int
     host: str
+    start: str
+
+    def is_with(self, other: Introduction) -> bool:
+        """Return whether this is of the same start as another, which may have fewer ranks than the one before."""
+        return self.rank < other.size and self.start == other.start
 
 
 @dataclass
@@ -275,10 +285,9 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
     stories = {story.rank: story for starts in last_starts for story in starts}
     if not stories:
         return {}
-    # An earlier start may have had more ranks; without rank 0's log the newest one tells.
-    newest = max(stories.values(), key=lambda story: story.began)
-    size = stories.get(0, newest).size
-    return {rank: stories[rank] for rank in sorted(stories) if rank < size}
+    # Without rank 0's log the newest one tells.
+    newest = stories.get(0) or max(stories.values(), key=lambda story: story.began)
+    return {rank: story for rank, story in sorted(stories.items()) if story.is_with(newest)}
 
 
 def read_starts_of_root(run_dir: Path, is_wanted: Callable[[str], bool] = lambda text: False) -> list[RankStory]:
@@ -375,7 +384,8 @@ def read_introduction(text: str) -> Introduction | None:
     if match is None:
         return None
     rank, size, launcher, pid, host = match.groups()
-    return Introduction(int(rank), int(size), launcher, int(pid), host)
+    start = _START.search(text)
+    return Introduction(int(rank), int(size), launcher, int(pid), host, start[1] if start else "")
 
 
 def read_phase(text: str) -> tuple[str, int | None]:

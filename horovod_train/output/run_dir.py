@@ -23,7 +23,7 @@ from horovod_train.config.registry import call, check_methods
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError, unusable
 from horovod_train.host import answer_of
-from horovod_train.output.console import Screen, unfailing
+from horovod_train.output.console import Screen, can_redraw, unfailing
 from horovod_train.output.files import (
     Artifact,
     begins,
@@ -331,7 +331,7 @@ def open_output(
     user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     for name, writer in zip(writers, user_writers, strict=True):
         check_methods(writer, _WRITERS_METHODS, f"log.writers: {name}")
-    bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
+    bar = config.progress == "bar" or (config.progress == "auto" and can_redraw(sys.stdout) and not launched)
     built = zip(config.trackers, build_trackers(config.trackers), strict=True)
     trackers = Trackers([Sender(spec.name, tracker, path, is_ours=is_ours) for spec, tracker in built])
     return RunOutput(path, tensorboard=config.tensorboard, bar=bar, user_writers=user_writers, trackers=trackers)

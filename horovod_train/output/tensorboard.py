@@ -38,6 +38,8 @@ from horovod_train.tfrecord_framing import frame
 _WRITE_FROM_BYTES = 1 << 20
 BUCKETS = 30
 """As in tf.summary.histogram, whose many small operations take ten times as long."""
+NUMBERS_A_PIECE = 1 << 20
+"""Of a weight, which are counted together; some copies of them take 20 MB."""
 
 MOST_OPS = 10
 READ_WITHIN_S = 60.0
@@ -161,7 +163,7 @@ class TensorBoardWriter(TensorBoard):
 
         metadata, events = create_summary_metadata(display_name=None, description=None), self._of("train")
         for name, value in values.items():
-            buckets = make_tensor_proto(_buckets(value.numpy().astype(np.float32).ravel()))
+            buckets = make_tensor_proto(_buckets(value.numpy().ravel()))
             row = Summary.Value(tag=name, metadata=metadata, tensor=buckets)
             events.put(step=step, summary=Summary(value=[row]))
         events.flush()
@@ -229,17 +231,29 @@ def _chart(name: str) -> str:
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:
-    """Return left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros without numbers."""
-    finite = numbers[np.isfinite(numbers)].astype(np.float64)
-    if not finite.size:
+    """Return left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros without numbers.
+
+    numbers: float [n], of which copies are made piece by piece, because a weight may be as large as the memory left.
+    """
+    bounds = [(finite.min(), finite.max()) for finite in _finite_in(numbers)]
+    if not bounds:
         return np.zeros((BUCKETS, 3))
-    lowest, highest = finite.min(), finite.max()
+    lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if lowest == highest:
         counts = np.zeros(BUCKETS)
-        counts[-1] = finite.size
+        counts[-1] = sum(finite.size for finite in _finite_in(numbers))
         return np.stack([np.full(BUCKETS, lowest), np.full(BUCKETS, lowest), counts], axis=1)
-    counts, edges = np.histogram(finite, BUCKETS, (lowest, highest))
+    counts = np.sum([np.histogram(finite, BUCKETS, (lowest, highest))[0] for finite in _finite_in(numbers)], axis=0)
+    edges = np.histogram_bin_edges([], BUCKETS, (lowest, highest))
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
+
+
+def _finite_in(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the numbers that are finite as float32, in float64 and in pieces that are not empty."""
+    for begin in range(0, numbers.size, NUMBERS_A_PIECE):
+        piece = numbers[begin : begin + NUMBERS_A_PIECE].astype(np.float32)
+        if (finite := piece[np.isfinite(piece)]).size:
+            yield finite.astype(np.float64)
 
 
 class Op(NamedTuple):

@@ -235,7 +235,10 @@ def open_run(config: Config) -> Iterator[Run]:
             )
             rank_log.make_folder(output.directory)
         host, device = group.hosts[group.rank], group.devices[group.rank].name
-        first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
+        start_time = group.broadcast_object(rank_log.now())
+        first_line = rank_log.introduction(
+            group.rank, group.size, group.launcher, host, f"on {device}", start=start_time
+        )
         # The only file of ranks other than root, except the audit of data.audit.
         log_file = rank_log.open_rank_log(_output_dir(config), group.rank, host, start_text=first_line)
         stack.enter_context(logs.to_file(log_file.write))

@@ -31,6 +31,7 @@ from horovod_train.config.settings import EarlyStoppingConfig, Watched
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
+from horovod_train.output.console import show_cursor
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import Lease
 
@@ -307,6 +308,9 @@ def _end_at_second_sigint() -> Iterator[None]:
             if not (number := receiving.recv(1)):
                 return
             received += number
+        showing = threading.Thread(target=show_cursor, daemon=True)  # may wait for the terminal
+        showing.start()
+        showing.join(1.0)
         os._exit(128 + signal.SIGINT)
 
     before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)

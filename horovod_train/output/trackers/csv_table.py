@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from horovod_train.output.files import Artifact, Lines, begins, check, is_cut_short, remove_drafts, write_atomically
+from horovod_train.output.files import Artifact, Lines, begins, check, open_atomically, remove_drafts
 from horovod_train.output.trackers.sender import Ended, Row
 
 _FIRST_COLUMNS = ("step", "epoch")
@@ -59,12 +60,10 @@ class _Table:
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
         check(self._lines.path, _TABLE)
-        lines = list(self._lines.read())
-        rows = _rows_in(lines[:-1] if is_cut_short(self._lines.path) else lines)
-        self._columns = rows[0] if rows else [*_FIRST_COLUMNS]
-        kept_rows = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
-        self.last_step = int(kept_rows[-1][0]) if kept_rows else -1
-        self._rewrite(kept_rows)
+        columns = next(self._rows(), [])
+        self._columns = columns if tuple(columns[:2]) == _FIRST_COLUMNS else [*_FIRST_COLUMNS]
+        self.last_step = max((int(row[0]) for row in self._rows_until(step)), default=-1)
+        self._rewrite(self._rows_until(step))
 
     def append(self, values: Mapping[str, float]) -> None:
         if new := [name for name in values if name not in self._columns]:
@@ -77,23 +76,35 @@ class _Table:
 
     def _add_columns(self, names: Sequence[str]) -> None:
         self._lines.flush()
-        rows = _rows_in(self._lines.read())[1:]
+        if self._lines.has_pending:  # of the columns before: they would follow the longer rows
+            raise OSError(None, "has rows in memory that cannot be written, before a new column", str(self._lines.path))
         columns = self._columns
         self._columns = [*columns, *names]
         try:
-            self._rewrite([[*row, *[""] * len(names)] for row in rows])
+            self._rewrite([*row, *[""] * len(names)] for row in itertools.islice(self._rows(), 1, None))
         except OSError:
             self._columns = columns
             raise
 
-    def _rewrite(self, rows: Sequence[Sequence[str]]) -> None:
-        text = "".join(f"{_line(row)}\n" for row in [self._columns, *rows])
-        write_atomically(self._lines.path, text, _TABLE)
+    def _rewrite(self, rows: Iterable[Sequence[str]]) -> None:
+        with open_atomically(self._lines.path, _TABLE, sync=True) as draft:
+            draft.writelines(f"{_line(row)}\n".encode() for row in itertools.chain([self._columns], rows))
 
+    def _rows(self) -> Iterator[list[str]]:
+        """Yield the rows of the file, one at a time, because it may be larger than the memory.
 
-def _rows_in(lines: Iterable[str]) -> list[list[str]]:
-    """Return the rows of a table. The name of a value may have line breaks, so that the first row has several lines."""
-    return list(csv.reader(f"{line}\n" for line in lines))
+        The name of a value may have line breaks, so that the first row has several lines.
+        """
+        if self._lines.path.exists():
+            with self._lines.path.open("rb") as file:
+                lines = (line.decode("utf-8", errors="replace") for line in file if line.endswith(b"\n"))
+                yield from csv.reader(lines)
+
+    def _rows_until(self, step: int) -> Iterator[list[str]]:
+        """Yield the rows of values until `step`."""
+        for row in itertools.islice(self._rows(), 1, None):
+            if len(row) == len(self._columns) and row[0].isdecimal() and int(row[0]) <= step:
+                yield row
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from horovod_train.output.trackers.sender import Ended, Row
 
 _STATUS: dict[Ended, str] = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
-"""In one request: limits of MLflow's REST API."""
+"""In one request: limits of MLflow's REST API, which for tags is that of params."""
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. /]")
 
@@ -110,8 +110,8 @@ class MlflowTracker:
         ]
         for begin in range(0, len(new), _MOST_PARAMS):
             self._log_batch(params=new[begin : begin + _MOST_PARAMS])
-        if changed:
-            self._log_batch(tags=changed)
+        for begin in range(0, len(changed), _MOST_PARAMS):
+            self._log_batch(tags=changed[begin : begin + _MOST_PARAMS])
 
     def _log_batch(self, **content: Any) -> None:
         """Raises ValueError for what the server refuses."""

@@ -2,7 +2,7 @@
 
 Says what a tracker must do, but not what it does with rows. Those of this start wait in a bounded queue; those of
 earlier starts are read again, one at a time. trackers/NAME.json in the run directory holds the id of the run in that
-tracker, and what has been logged there.
+tracker, and what has been logged there; NAME.id.json the id alone, which survives a power cut.
 """
 
 from __future__ import annotations
@@ -87,9 +87,14 @@ class Record:
     def __init__(self, run_dir: Path, name: str) -> None:
         self._run_dir, self._name = run_dir, name
         self._path = run_dir / "trackers" / f"{name.replace(':', '.')}.json"
+        self._id_path = self._path.with_suffix(".id.json")
+        self._id_in_file: str | None = None
+        """That this process has written to NAME.id.json."""
         self.run_id: str | None = None
         self.logged: dict[str, int] = {}
         """By split, the last step that was logged."""
+        self.is_logged_known = True
+        """False after a power cut: the run is known, but not what was logged."""
         self._is_failing = False
 
     def load(self) -> None:
@@ -100,7 +105,17 @@ class Record:
         if not self._path.exists():
             return
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
+            text = self._path.read_text(encoding="utf-8")
+            if _is_unwritten(text):
+                self.is_logged_known = False
+                text = self._id_path.read_text(encoding="utf-8") if self._id_path.exists() else ""
+            if _is_unwritten(text):
+                log.warning(
+                    f"log.trackers: {self._path} is empty, as after a power cut: which run of the tracker it was of is "
+                    "not known, and a new run begins"
+                )
+                return
+            content = json.loads(text)
             first = content.get("directory", "")
             of_first = read_json(Path(first) / "trackers" / self._path.name) if first else {}
             is_there = of_first.get("run_id") == content["run_id"]
@@ -135,8 +150,20 @@ class Record:
 
     def _write(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        content = {"run_id": self.run_id, "logged": self.logged, "directory": os.path.realpath(self._run_dir)}
-        write_atomically(self._path, json_text(content) + "\n", RECORD, sync=False)
+        if self._id_in_file != self.run_id:
+            write_atomically(self._id_path, self._text({}), RECORD)
+            self._id_in_file = self.run_id
+        # Not synchronised with the disk, which each row would wait for: a power cut may leave it empty.
+        write_atomically(self._path, self._text(self.logged), RECORD, sync=False)
+
+    def _text(self, logged: Mapping[str, int]) -> str:
+        content = {"run_id": self.run_id, "logged": logged, "directory": os.path.realpath(self._run_dir)}
+        return json_text(content) + "\n"
+
+
+def _is_unwritten(text: str) -> bool:
+    """Return whether a file has none of its content, as a power cut may leave it: no bytes, or NUL bytes."""
+    return not text.strip("\0")
 
 
 class Sender:
@@ -157,7 +184,9 @@ class Sender:
         self._most_rows, self._pause_s = most_rows, pause_s
         self._record = Record(run_dir, name)
         self._logged_before: dict[str, int] = {}
-        """By split, the last step that an earlier start has logged."""
+        """By split, the last step that an earlier start has logged, or that was read of its rows."""
+        self._counts_as_logged = -1
+        """The last step of which all rows count as logged."""
         self._rows: deque[Row] = deque()
         self._changed = threading.Condition()
         """Guards _rows, _end and _lost, and tells that they have changed."""
@@ -235,8 +264,8 @@ class Sender:
                 return
             begun.set_result(None)
         for row in itertools.chain(self._read(rows), self._take_rows()):
-            if row.step <= self._logged_before.get(row.split, -1):
-                continue  # an earlier start logged it, from which the run may have gone back
+            if row.step <= max(self._counts_as_logged, self._logged_before.get(row.split, -1)):
+                continue  # logged by an earlier start, from which the run may have gone back, or read below
             if not self._repeat_until_success(f"log step {row.step}", partial(self._send, row)):
                 return
         assert self._end is not None
@@ -247,22 +276,37 @@ class Sender:
         run_id = self._tracker.start(self._run_dir, record.run_id, step, config)
         if not isinstance(run_id, str) or not run_id:
             raise TypeError(f"start must return the id of the run, a string; it returned {run_id!r}")
+        last_steps = getattr(self._tracker, "last_steps", None)
         if record.run_id not in (None, run_id):
             log.info(f"log.trackers: {self._name}: run {record.run_id} is gone, and {run_id} takes its place")
             record.logged = {}
-        record.run_id = run_id
-        if last_steps := getattr(self._tracker, "last_steps", None):
+        elif record.run_id and not record.is_logged_known and last_steps is None:
+            self._counts_as_logged = step  # rather than send all of them twice
+            self._warn(
+                f"may lack rows until step {step}: its record was empty, as after a power cut, and they count as sent. "
+                "metrics.jsonl has them."
+            )
+        record.run_id, record.is_logged_known = run_id, True
+        if last_steps is not None:
             record.logged = dict(last_steps())
         self._logged_before = dict(record.logged)
         self._save()
 
     def _read(self, rows: ReadRows) -> Iterator[Row]:
-        """Yield the rows of earlier starts, as far as they can be read."""
+        """Yield the rows of earlier starts, as far as they can be read.
+
+        They may include the evaluation that this start has begun with, whose row is in the queue too.
+        """
+        read: dict[str, int] = {}
         try:
-            yield from rows()
+            for row in rows():
+                yield row
+                read[row.split] = max(row.step, read.get(row.split, -1))
             self._has_caught_up = True
         except UserError as error:
             self._warn(f"may lack rows of earlier starts: {error}")
+        for split, step in read.items():
+            self._logged_before[split] = max(step, self._logged_before.get(split, -1))
 
     def _take_rows(self) -> Iterator[Row]:
         """Yield rows until the run ends. A row stays in the queue until it is sent, and may be dropped from there."""

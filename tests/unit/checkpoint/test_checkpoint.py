@@ -32,7 +32,9 @@ from horovod_train.checkpoint.layout import (
     Checkpoint,
     Damaged,
     Facts,
+    find_start,
     most_at_once,
+    newest_whole,
     open_checkpoint,
     pack,
     verify,
@@ -382,6 +384,37 @@ def test_one_that_a_running_run_removes_for_a_newer_one_is_not_called_damaged(ru
     shutil.rmtree(run.place(3))
     with pytest.raises(UserError, match=r"^--checkpoint: no checkpoint at"):
         open_checkpoint(str(run.place(3)), "--checkpoint")
+
+
+def test_those_that_a_running_run_removes_while_they_are_listed_are_not_called_damaged(run: Run) -> None:
+    """As `explain` and `plan` of a run that still trains may meet them, which read for minutes."""
+    run.save(2, 3)
+
+    def read(folder: Path) -> Checkpoint:
+        if folder == run.place(3):
+            run.save(4)
+            for step in (2, 3):
+                shutil.rmtree(run.place(step), ignore_errors=True)
+        return verify(folder)
+
+    newest, damaged = newest_whole(run.folder, read)
+    assert newest is not None
+    assert (newest.facts.step, damaged) == (4, {})
+
+
+def test_a_run_that_saves_its_first_while_another_is_started_from_a_path_is_another_run(
+    run: Run, tmp_path: Path
+) -> None:
+    """As `plan --resume PATH` of a run that has just begun may meet it: there is no damage to tell of."""
+    run.save(2)
+    other = Run(tmp_path / "other")
+
+    def read(folder: Path) -> Checkpoint:
+        other.save(1)
+        return verify(folder)
+
+    with pytest.raises(UserError, match="is of another run than the checkpoints in"):
+        find_start(other.folder, str(run.directory), read)
 
 
 @pytest.mark.parametrize("path", ["empty", "nowhere", "nowhere/step-000000003", "empty/file"])

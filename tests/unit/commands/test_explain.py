@@ -25,7 +25,7 @@ from conftest import run_process
 from horovod_train.checkpoint.layout import FORMAT, MANIFEST, Facts, find_start, pack, sha256, verify
 from horovod_train.commands import explain as explain_lease
 from horovod_train.commands.explain import explain
-from horovod_train.commands.watch import Follower
+from horovod_train.commands.watch import Follower, news
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.files import STOP_FILE
@@ -104,6 +104,23 @@ def test_how_a_run_ended_is_known_without_the_log_of_rank_0(tmp_path: Path, ende
     expected = "finished after 470 steps" if ended == "done" else "stopped after 470 steps: SIGTERM"
     assert (found.what, found.silent) == (expected, [])
     assert list(read_stories(tmp_path)) == [1, 2]
+
+
+def test_a_rank_that_keeps_no_log_is_not_told_of_by_that_of_an_earlier_start(tmp_path: Path) -> None:
+    """As where its host may no longer write there: it continues without a log."""
+    for start, ranks in (("first", (0, 1)), ("second", (0,))):
+        make_folder(tmp_path)
+        logs = []
+        for rank in ranks:
+            said = introduction(rank, 2, "mpirun", f"node{rank}", "on CPU", start=start)
+            logs.append(open_rank_log(tmp_path, rank, f"node{rank}", start_text=said))
+        if start == "first":
+            logs[1].write("failed", "ValueError: the reactor is on fire")
+            logs[1].end("failed", 1, step=3, phase="train", error="ValueError: the reactor is on fire")
+        logs[0].end("followed" if start == "first" else "done", 0, step=9, phase="train", error=None)
+    (tmp_path / "summary.json").write_text('{"steps": 9}')
+    assert list(read_stories(tmp_path)) == list(Follower(tmp_path).look().ranks) == [0]
+    assert explain(tmp_path).what == "finished after 9 steps"
 
 
 def test_logs_of_other_ranks_count_without_that_of_rank_0(tmp_path: Path) -> None:
@@ -675,12 +692,39 @@ def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert found.what.endswith("last line in the logs: phase train after step 0")
 
 
+def test_of_logs_that_were_rotated_it_is_said(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    log_file(tmp_path / "logs", 0).rename(tmp_path / "logs" / "rank-0.log.1")
+    found = explain(tmp_path, watch_s=0.0)
+    assert found.what == "there are no logs of ranks: the run ended before its ranks had connected"
+    log_file(tmp_path / "logs", 0).touch()
+    run.logs[0].write("phase", "train after step 480")
+    found = explain(tmp_path, watch_s=0.0)
+    assert (found.state, found.what) == (
+        *("unknown",),
+        f"{tmp_path}/logs/rank-0.log does not begin with a start, as after a rotation: it tells no more",
+    )
+    title = next(iter(news(None, Follower(tmp_path).look())))
+    assert title == f"{tmp_path}: no log of a rank begins with a start, as after a rotation"
+
+
 def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
     make_folder(tmp_path)
     open_rank_log(tmp_path, 0, "here", start_text=introduction(0, 1, "none", socket.gethostname()))
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("running", [])
     assert found.next.startswith("wait; ")
+
+
+def test_a_copy_of_a_run_that_trains_here_is_not_running(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    make_folder(tmp_path / "run")
+    open_rank_log(tmp_path / "run", 0, "here", start_text=introduction(0, 1, "none", socket.gethostname()))
+    lease = dataclasses.asdict(describe_me("", tmp_path / "run"))
+    (tmp_path / "run" / "lease.json").write_text(json.dumps(lease))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    found = {name: explain(tmp_path / name, watch_s=0.0) for name in ("run", "copy")}
+    assert {name: each.state == "running" for name, each in found.items()} == {"run": True, "copy": False}
 
 
 @pytest.mark.parametrize("has_another", [True, False])

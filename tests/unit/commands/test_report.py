@@ -219,6 +219,17 @@ def test_curves_hold_the_values_of_the_metrics(tmp_path: Path) -> None:
     assert (by_time.x_label, by_time.curves[0].x) == ("seconds since the first start", [7.5, 8.5, 38.75])
 
 
+@WARNINGS_FAIL
+def test_runs_whose_names_begin_with_an_underscore_are_in_the_legend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """matplotlib draws labels, but leaves those that begin so out of a legend, and warns if none is left."""
+    monkeypatch.chdir(tmp_path)
+    page = build_page([read_run(run_dir(Path("_a"))), read_run(run_dir(Path("_b")))])
+    for label in ("_a train", "_a eval", "_b train", "_b eval"):
+        assert re.search(rf"<text[^>]*>\s*{label}</text>", page)
+
+
 @pytest.mark.parametrize("is_shuffled", [False, True])
 def test_what_is_drawn_are_the_points_on_linear_axes(tmp_path: Path, is_shuffled: bool) -> None:
     rng = np.random.default_rng(0)

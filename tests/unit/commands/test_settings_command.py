@@ -28,6 +28,12 @@ def test_the_page_of_settings_is_current() -> None:
     )
 
 
+def test_no_key_is_broken_over_lines_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings"]) == 0
+    first_words = [line.split(" ", 1)[0] for line in capsys.readouterr().out.splitlines()]
+    assert [entry.key for entry in entries() if entry.key not in first_words] == []
+
+
 def test_every_setting_has_a_meaning() -> None:
     assert all(entry.meaning for entry in entries())
 

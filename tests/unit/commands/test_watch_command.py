@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -323,14 +324,16 @@ def test_what_says_in_a_log_that_a_rank_has_ended_comes_after_the_file_that_says
 
 
 @contextmanager
-def watching(run_dir: Path, terminal: int | None = None) -> Iterator[subprocess.Popen[str]]:
+def watching(run_dir: Path, terminal: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
     words = [sys.executable, "-m", "horovod_train.main", "watch", str(run_dir), "--every", "0.1"]
-    with started(words, stdout=subprocess.PIPE if terminal is None else terminal, environment=os.environ) as process:
+    stdout = subprocess.PIPE if terminal is None else terminal
+    with started(words, stdout=stdout, environment={**os.environ, **variables}) as process:
         yield process
 
 
-def test_lines_come_while_it_trains_until_it_ends(run: Run) -> None:
-    with watching(run.folder) as process:
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}])
+def test_lines_come_while_it_trains_until_it_ends(run: Run, variables: dict[str, str]) -> None:
+    with watching(run.folder, None, **variables) as process:
         assert process.stdout
         assert "4 rank(s)" in process.stdout.readline()
         run.train(10)
@@ -343,6 +346,7 @@ def test_lines_come_while_it_trains_until_it_ends(run: Run) -> None:
         assert process.wait() == 0
     assert "rank 3 (node1): done, exit code 0" in rest
     assert f"{run.folder}: finished after 60 steps" in rest
+    assert "\x1b" not in rest
 
 
 def test_it_ends_when_nobody_reads_any_more(run: Run) -> None:
@@ -355,19 +359,51 @@ def test_it_ends_when_nobody_reads_any_more(run: Run) -> None:
         assert process.wait(HANGS_AFTER_S) == 0
 
 
+def read_until(terminal: int, text: str) -> str:
+    """Return what a terminal gets until it has the text, whose blanks may be ends of lines."""
+    shown = ""
+    while re.sub(r"\s", "", text) not in re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\s", "", shown):
+        shown += os.read(terminal, 65536).decode()
+    return shown
+
+
 def test_a_terminal_is_drawn_again(run: Run) -> None:
     ours, its = pty.openpty()
-    with watching(run.folder, its) as process:
+    with watching(run.folder, its, TERM="xterm") as process:
         os.close(its)
-        text = ""
-        while "step 0 of 60" not in text:
-            text += os.read(ours, 65536).decode()
+        text = read_until(ours, "step 0 of 60")
         run.train(50)
-        while "step 50 of 60" not in text:
-            text += os.read(ours, 65536).decode()
+        text += read_until(ours, "step 50 of 60")
         process.kill()
     os.close(ours)
     assert "\x1b[1A" in text or "\x1b[2K" in text  # goes back up to draw over what was there
+
+
+def test_a_narrow_terminal_shows_the_whole_of_each_line(run: Run) -> None:
+    trouble = "rank 2 (node1) has been in input for 74 s, reading train-00031"
+    run.metrics.write(10, 1, "train", {"a_metric_of_a_long_name_in_a_narrow_terminal": 0.5})
+    run.logs[3].write("stall", trouble)
+    ours, its = pty.openpty()
+    with watching(run.folder, its, TERM="xterm", COLUMNS="40", LINES="60") as process:
+        os.close(its)
+        text = read_until(ours, trouble)
+        process.kill()
+    os.close(ours)
+    lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line).strip("\r") for line in text.split("\n")]
+    assert max(map(len, lines)) <= 40
+    assert not re.search(r"\S…", text)  # how rich shows that it has cut something off
+
+
+def test_a_terminal_that_cannot_draw_again_gets_lines(run: Run) -> None:
+    ours, its = pty.openpty()
+    with watching(run.folder, its, TERM="dumb") as process:
+        os.close(its)
+        text = read_until(ours, "4 rank(s)")
+        run.train(50)
+        text += read_until(ours, "train step 50 of 60")
+        process.kill()
+    os.close(ours)
+    assert "\x1b" not in text
 
 
 def test_a_run_that_ended_is_looked_at_without_tensorflow(run: Run, tmp_path: Path) -> None:

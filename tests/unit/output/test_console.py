@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from horovod_train.output.console import to_stderr, to_stdout
+from horovod_train.output import console
+from horovod_train.output.console import Screen, to_stderr, to_stdout
 from horovod_train.output.run_dir import RunOutput
 
 SAYS = """
@@ -177,3 +180,45 @@ def test_metrics_are_written_though_the_screen_takes_nothing(
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+WITH_A_BAR = """
+import os, signal, sys, time
+from pathlib import Path
+from horovod_train.distributed.watchdog.watch_thread import end_process
+from horovod_train.output.run_dir import RunOutput
+from horovod_train.training.stopping import collected_signals
+with collected_signals():
+    RunOutput(Path(sys.argv[1]), bar=True).start_progress(0, 20)
+    {last}
+    time.sleep(60)
+"""
+SECOND_SIGINT = "os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); os.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(("last", "expected"), [(SECOND_SIGINT, 130), ("end_process(87)", 87)])
+def test_a_process_that_ends_in_the_middle_shows_the_cursor_again(last: str, expected: int, tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+    words = [sys.executable, "-c", WITH_A_BAR.format(last=last), str(tmp_path)]
+    with subprocess.Popen(words, stdout=its, env={**os.environ, "TERM": "xterm"}) as process:
+        os.close(its)
+        assert process.wait(60) == expected
+    shown = os.read(ours, 65536)
+    os.close(ours)
+    assert re.findall(rb"\x1b\[\?25[lh]", shown)[-1] == b"\x1b[?25h"
+
+
+def test_names_between_colons_are_no_emoji(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "loss: nets:train: takes no option; hooks:key: fd00::a:b:12, runs/a:x:b"
+    screen = Screen(soft_wrap=True)
+    with screen.capture() as found:
+        screen.print(text, markup=False)
+        screen.print(text)
+    assert found.get() == f"{text}\n{text}\n"
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert list(console.track([1, 2], 2, "writing a:x:b [bold]c")) == [1, 2]
+    assert "writing a:x:b [bold]c" in shown.getvalue()

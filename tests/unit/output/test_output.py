@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -20,9 +21,9 @@ import tensorflow as tf
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
-from horovod_train.output import logs, rank_log
-from horovod_train.output.files import Lines
-from horovod_train.output.metrics import Aside, MetricsFile
+from horovod_train.output import logs, metrics, rank_log
+from horovod_train.output.files import Lines, parse_json
+from horovod_train.output.metrics import Aside, JsonLines, MetricsFile
 from horovod_train.output.run_dir import Output, RunOutput, check_writable, open_output
 
 
@@ -76,6 +77,43 @@ def test_a_resume_holds_no_more_than_some_rows_in_memory(tmp_path: Path) -> None
     output.close()
     size = (tmp_path / "metrics.jsonl").stat().st_size
     assert most < size / 4, (most, size)
+
+
+def test_a_resume_parses_only_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for it, and a long run has a million rows."""
+    rows = MetricsFile(tmp_path)
+    for step in range(1, 300):
+        rows.write(step, 0, "train", {"loss": 1.0 / step})
+        rows.write(step, 0, "eval", {"loss": 2.0 / step})
+        rows.write(step, 0, "eval", {"more": float(step)})
+    parsed: list[str | bytes] = []
+    monkeypatch.setattr(metrics, "parse_json", lambda line: parsed.append(line) or parse_json(line))
+    rows.rewind(200)
+    assert (rows.last("train"), rows.last("eval")) == ({"loss": 1 / 200}, {"loss": 2 / 200, "more": 200.0})
+    rows.remove_evaluation(200)
+    assert (rows.last("train"), rows.last("eval")) == ({"loss": 1 / 200}, {"loss": 2 / 199, "more": 199.0})
+    assert len(steps(tmp_path)) == 598
+    assert len(parsed) < 30
+
+
+@pytest.mark.parametrize(
+    ("line", "is_kept"),
+    [
+        ('{"step": 10, "seconds": {"input": [1, 2]}}', True),
+        ('{"step": 11, "seconds": {"input": [1, 2]}}', False),
+        ('{"step": 10, "seconds": {"input": [1, 2]}', False),  # a kill has cut it short
+        ('{"step": 10, "verdict": "}"}', True),
+        ('{"step": 10, "verdict": "of {"}', True),
+        ('{"step":10,"verdict":"of another writer"}', True),
+        ('{"step": 1e1}', True),
+        ('{"step": 1', False),
+        ('{"step": 10', False),
+    ],
+)
+def test_a_resume_keeps_the_whole_rows_up_to_its_step(line: str, is_kept: bool, tmp_path: Path) -> None:
+    (tmp_path / "times.jsonl").write_text(f'{{"step": 10, "verdict": "", "seconds": {{}}}}\n{line}')
+    JsonLines(tmp_path / "times.jsonl", metrics.TIMES).rewind(10)
+    assert (line in (tmp_path / "times.jsonl").read_text().splitlines()) == is_kept
 
 
 def test_metrics_whose_last_line_lacks_its_end_are_continued_on_a_line_of_their_own(tmp_path: Path) -> None:
@@ -244,6 +282,35 @@ def test_files_that_no_run_wrote_are_not_replaced_by_one(tmp_path: Path, name: s
     with pytest.raises(UserError, match=rf"^output_dir: .*{name} is not a run's \w+, and a run would replace it"):
         check_writable(str(tmp_path))
     assert (tmp_path / name).read_text() == "seed: 3  # mine\n"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "times.jsonl", "parameters.jsonl", "metrics.prom"])
+@pytest.mark.parametrize("follows", ["", '": 2}\n{"step": '])
+def test_files_of_a_run_that_a_power_cut_has_filled_with_nul_bytes_are_those_of_a_run(
+    name: str, follows: str, tmp_path: Path
+) -> None:
+    """A file system may keep the length of what was appended, and not the bytes."""
+    (tmp_path / name).write_text("\0" * 300 + follows)
+    output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=True)
+    output.rewind(0)
+    output.append_metrics("train", 1, 0, {"loss": 1.0})
+    output.close()
+    assert steps(tmp_path) == [1]
+    assert b"\0" not in (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize(("term", "has_bar"), [("xterm", True), ("dumb", False)])
+def test_a_bar_is_for_terminals_that_draw_it_again(
+    term: str, has_bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("TERM", term)
+    output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=False)
+    output.start_progress(0, 2)
+    output.close()
+    assert ("training" in shown.getvalue()) == has_bar
 
 
 def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_train.config.settings import LogConfig
+from horovod_train.output import tensorboard
 from horovod_train.output.files import MAX_PENDING_BYTES
 from horovod_train.output.run_dir import open_output
 from horovod_train.output.tensorboard import Costs, Events, Op, TensorBoardWriter, find_profiles, read_profiles
@@ -56,6 +58,27 @@ def test_buckets_are_those_of_tensorflow(tmp_path: Path, values: list[float]) ->
     theirs, ours = histogram(tmp_path / "theirs"), histogram(tmp_path / "ours")
     assert theirs.shape == ours.shape
     assert np.allclose(theirs, ours)
+
+
+def test_buckets_of_a_large_weight_are_counted_in_pieces_and_need_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = np.random.default_rng(1).normal(size=(500, 1000)).astype(np.float32)
+    numbers[3:40] = np.nan  # more than a piece
+    weight = tf.constant(numbers)
+    whole, pieces = TensorBoardWriter(tmp_path / "whole"), TensorBoardWriter(tmp_path / "pieces")
+    whole.add_histograms(1, {"weight": weight})
+    monkeypatch.setattr(tensorboard, "NUMBERS_A_PIECE", 10_000)
+    tracemalloc.start()
+    try:
+        pieces.add_histograms(1, {"weight": weight})
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    whole.close()
+    pieces.close()
+    assert np.array_equal(histogram(tmp_path / "whole"), histogram(tmp_path / "pieces"))
+    assert most < 1.5 * numbers.nbytes  # one copy, off the device
 
 
 def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path, said: list[str]) -> None:

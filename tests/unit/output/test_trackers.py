@@ -11,8 +11,10 @@ import shutil
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,10 @@ from horovod_train.config.loader import as_dict, load
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
 from horovod_train.output import metrics
+from horovod_train.output.files import Lines
 from horovod_train.output.run_dir import Output, open_output
 from horovod_train.output.trackers import Trackers, build_trackers
+from horovod_train.output.trackers.csv_table import CsvTables
 from horovod_train.output.trackers.sender import Ended, Row, Sender
 
 CONFIG = as_dict(Config())
@@ -93,6 +97,56 @@ def test_a_copy_of_a_run_directory_begins_a_run_of_its_own(tmp_path: Path, said:
     assert [line for line in said if "is a copy of" in line] == [
         f"warning: log.trackers: kept: {tmp_path / 'copy'} is a copy of {tmp_path / 'run'}, to which run run 1 "
         "belongs; a new run begins"
+    ]
+
+
+@pytest.mark.parametrize("left", ["", "\0" * 70])
+def test_a_record_that_a_power_cut_has_emptied_costs_rows_and_not_the_run(
+    left: str, tmp_path: Path, said: list[str]
+) -> None:
+    """XFS and Lustre may keep the name of a file that was just replaced, and not its bytes."""
+    trackers = started(Kept(), tmp_path)
+    write(trackers, 1, 2)
+    trackers.finish("stopped", [])
+    (tmp_path / "trackers" / "kept.json").write_text(left)
+    rows = [metrics.Row(step, 0, "train", 0.0, {"loss": 1.0}) for step in (1, 2, 3)]
+    again = Kept()
+    trackers = started(again, tmp_path, step=3, rows=lambda: rows)
+    write(trackers, 4)
+    trackers.finish("stopped", [])
+    assert (again.started, again.steps) == (["run 1"], [4])
+    assert said == [
+        "warning: log.trackers: kept: may lack rows until step 3: its record was empty, as after a power cut, and they "
+        "count as sent. metrics.jsonl has them."
+    ]
+    after = Kept()
+    trackers = started(after, tmp_path, step=3, rows=lambda: rows)
+    write(trackers, 4, 5)
+    trackers.finish("done", [])
+    assert (after.started, after.steps, len(said)) == (["run 1"], [5], 1)
+
+
+def test_a_record_that_a_power_cut_has_emptied_is_not_missed_where_the_tracker_tells_what_it_has(
+    tmp_path: Path, said: list[str]
+) -> None:
+    for step in (0, 10):
+        output = opened(tmp_path, Spec("csv"), step=step)
+        output.append_metrics("train", step + 10, 0, {"loss": 0.1})
+        close(output)
+        (tmp_path / "trackers" / "csv.json").write_text("")
+    assert [row["step"] for row in table(tmp_path / "csv" / "train.csv")] == ["10", "20"]
+    assert [line for line in said if "warning" in line] == []
+
+
+def test_another_run_begins_where_a_power_cut_has_left_no_id(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "kept.json").write_text("")
+    tracker = Kept()
+    started(tracker, tmp_path, step=9).finish("done", [])
+    assert tracker.started == [None]
+    assert said == [
+        f"warning: log.trackers: {tmp_path / 'trackers' / 'kept.json'} is empty, as after a power cut: which run of "
+        "the tracker it was of is not known, and a new run begins"
     ]
 
 
@@ -232,6 +286,55 @@ def test_csv_continues_the_column_of_a_value_whatever_its_name(tmp_path: Path, n
     ]
 
 
+def test_csv_holds_no_more_than_some_rows_of_a_long_table_in_memory(tmp_path: Path) -> None:
+    columns = [f"metric {number}" for number in range(40)]
+    (tmp_path / "csv").mkdir()
+    path = tmp_path / "csv" / "train.csv"
+    lines = [",".join(map(str, [step, 0, *[step / 7] * 40])) for step in range(2_000)]
+    path.write_text("\n".join([",".join(["step", "epoch", *columns]), *lines, ""]))
+    tables, size = CsvTables(), path.stat().st_size
+    tracemalloc.start()
+    try:
+        tables.start(tmp_path, "csv", 1_998, {})
+        tables.log(Row(1_999, 0, "train", {"another": 1.0}, 0.0))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    tables.finish("done", [])
+    rows = table(path)
+    assert (len(rows), rows[1_998]["metric 39"], rows[1_998]["another"]) == (2_000, str(1_998 / 7), "")
+    assert rows[1_999]["another"] == "1.0"
+    assert most < size / 4, (most, size)
+
+
+def test_csv_begins_no_column_before_the_rows_that_it_could_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk that has room again a moment later: they would follow longer rows."""
+    tables = CsvTables()
+    tables.start(tmp_path, None, 0, {})
+    tables.log(Row(1, 0, "train", {"loss": 1.0}, 0.0))
+    with monkeypatch.context() as full:
+        full.setattr(Lines, "_write", lambda *about: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        tables.log(Row(2, 0, "train", {"loss": 2.0}, 0.0))
+        with pytest.raises(OSError, match="has rows in memory that cannot be written"):
+            tables.log(Row(3, 0, "train", {"loss": 3.0, "new": 1.0}, 0.0))
+    tables.log(Row(3, 0, "train", {"loss": 3.0, "new": 1.0}, 0.0))
+    tables.finish("done", [])
+    assert [(row["loss"], row["new"]) for row in table(tmp_path / "csv" / "train.csv")] == [
+        *(("1.0", ""), ("2.0", ""), ("3.0", "1.0"))
+    ]
+
+
+def test_csv_begins_a_table_anew_that_a_power_cut_has_filled_with_nul_bytes(tmp_path: Path) -> None:
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("\0" * 90 + "0.5\n20,0,0.25\n")
+    output = opened(tmp_path, Spec("csv"), step=20)
+    output.append_metrics("train", 30, 0, {"loss": 0.5})
+    close(output)
+    assert table(tmp_path / "csv" / "train.csv") == [{"step": "30", "epoch": "0", "loss": "0.5"}]
+
+
 def test_csv_leaves_a_table_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "train.csv").write_text("name,age\nAda,36\n")
@@ -282,6 +385,19 @@ def test_rows_of_earlier_starts_neither_wait_nor_are_lost(
     trackers.finish("done", [])
     assert tracker.steps == [*lacking, 10, 11]
     assert [line for line in said if "lack" in line] == []
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_evaluation_that_a_start_begins_with_is_sent_once(is_read: bool, tmp_path: Path) -> None:
+    """It is in metrics.jsonl by the time that a tracker has taken the rows of earlier starts, and in the queue."""
+    rows = [metrics.Row(10, 0, split, 0.0, {"loss": 0.1}) for split in ("train", "norms", "norms", "eval")]
+    tracker = Kept()
+    trackers = started(tracker, tmp_path, step=10, rows=lambda: rows if is_read else rows[:-1])
+    write(trackers, 10, split="eval")
+    write(trackers, 20)
+    trackers.finish("done", [])
+    sent = [(row.split, row.step) for row in tracker.rows]
+    assert sent == [("train", 10), ("norms", 10), ("norms", 10), ("eval", 10), ("train", 20)]
 
 
 def test_rows_of_earlier_starts_that_cannot_be_read_cost_only_themselves(tmp_path: Path, said: list[str]) -> None:
@@ -459,6 +575,36 @@ def test_a_run_does_not_begin_without_its_tracker_but_continues_without_it(tmp_p
     assert len(about) == 2
     assert "cannot continue the run: ConnectionError" in about[0]
     assert "lacks 1 row of metrics" in about[1]
+
+
+def test_mlflow_gets_changed_settings_a_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses more in one request, and the run could never be continued there."""
+    batches: list[tuple[str, int]] = []
+
+    class Client:
+        def log_batch(self, run_id: str, **content: list[Any]) -> None:
+            batches.extend((kind, len(each)) for kind, each in content.items())
+
+    known = {f"data.features.{number}": "old" for number in range(230)}
+    run = SimpleNamespace(
+        info=SimpleNamespace(run_id="7", lifecycle_stage="active"), data=SimpleNamespace(params=known)
+    )
+    client: Any = Client()
+    client.get_run, client.update_run = lambda run_id: run, lambda *about, **more: None
+    variable = SimpleNamespace(is_set=lambda: True, get=lambda: None)
+    names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_EXPERIMENT_NAME")
+    entities = SimpleNamespace(Param=tuple, RunTag=lambda *pair: pair)
+    package: Any = ModuleType("mlflow")
+    package.MlflowClient, package.get_tracking_uri, package.entities = lambda uri: client, lambda: "", entities
+    package.exceptions = SimpleNamespace(MlflowException=ValueError)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    variables: Any = ModuleType("mlflow.environment_variables")
+    vars(variables).update(dict.fromkeys(names, variable))
+    monkeypatch.setitem(sys.modules, "mlflow.environment_variables", variables)
+    (tracker,) = build_trackers([Spec("mlflow")])
+    config = {"data": {"features": {str(number): "new" for number in range(230)}}}
+    assert tracker.start(Path("run"), "7", 400, config) == "7"
+    assert batches == [("tags", 100), ("tags", 100), ("tags", 30)]
 
 
 @pytest.mark.parametrize(
