@@ -200,7 +200,7 @@ def _says_too_little(arrays: Arrays) -> bool:
             return any(map(is_empty, value.flat))
         if isinstance(value, np.ndarray):
             return not value.size and value.dtype == np.float64
-        return value is None or value == []
+        return value is None or (isinstance(value, list) and not value)
 
     return any(map(is_empty, arrays.values()))
 
