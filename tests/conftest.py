@@ -372,7 +372,17 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def driver_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_driver() -> Iterator[None]:
+    """The driver is asked anew, and again after the test."""
+    from horovod_train.distributed.launch import local
+
+    local._ask_driver.cache_clear()
+    yield
+    local._ask_driver.cache_clear()
+
+
+@pytest.fixture
+def driver_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_driver: None) -> None:
     """An nvidia-smi that lists four GPUs, GPU-a to GPU-d, of which the last has a slice, MIG-d0."""
     gpus = "\n".join(f"{number}, GPU-{letter}" for number, letter in enumerate("abcd"))
     slices = "GPU 3: NVIDIA A100-SXM4-40GB (UUID: GPU-d)\n  MIG 7g.40gb     Device  0: (UUID: MIG-d0)"

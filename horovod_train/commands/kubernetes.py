@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
     kind, manifests = ("MPIJob", mpi_job(job)) if arguments.mpijob else ("Job", indexed_job(job))
     print(f"# {ranks} ranks of horovod_train on {job.nodes} pod(s); kubectl apply -f THIS_FILE")
     print(f"# To stop it, after a checkpoint: kubectl delete {kind.lower()} {job.name}. Applied again, it resumes.")
-    print("# Before one that is printed anew: kubectl delete -f THIS_FILE.")
+    print("# Before you apply a manifest that was printed anew: kubectl delete -f THIS_FILE.")
     print(yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120), end="")
     device = f"{per_rank} GPU(s)" if gpus else "CPUs"
     to_stderr(f"ranks: {job.nodes} pod(s) × {slots} = {ranks}, each with {device}")

@@ -366,8 +366,8 @@ def _newest_of(known: Sequence[T], new: Iterable[T], is_replaced: bool) -> Seque
 
 
 def _newest(ranks: Mapping[int, RankNow]) -> RankNow | None:
-    """Return a rank of the last start: rank 0, or without its log the one that began last; None without logs."""
-    return ranks.get(0) or max(ranks.values(), key=lambda rank: rank.began, default=None)
+    """Return the rank whose log began last, which is one of the last start; None without logs."""
+    return max(ranks.values(), key=lambda rank: rank.began, default=None)
 
 
 def _after(now: RankNow, entry: Entry) -> RankNow:

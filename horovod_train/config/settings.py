@@ -197,7 +197,7 @@ class TrainConfig:
 class EvalConfig:
     every_epochs: int | None = setting(1, "epochs between evaluations", minimum=1)
     every_steps: int | None = setting(None, "steps between evaluations, besides every_epochs", minimum=1)
-    batch_size_per_rank: int | None = setting(None, "default: as in training", minimum=1)
+    batch_size_per_rank: int | None = setting(None, "default: the batch of training, spread over ranks", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -364,9 +364,8 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
     read.
     """
     blocks = records.source.blocks
-    fits = (
-        _mb_of_lanes(records, global_batch_size) <= config.shuffle_mb
-    )  # whatever the number of ranks: see build_split
+    # Whatever the number of ranks: see build_split.
+    fits = _mb_of_lanes(records, global_batch_size) <= config.shuffle_mb
     order: Order = ("lanes" if fits else "file") if not training else "shuffled" if config.shuffle else "file"
     # Each rank keeps a window over all records as a whole in memory, so it must not be larger than the memory for it.
     record_bytes = blocks.total_bytes / max(blocks.num_records, 1)

@@ -235,17 +235,15 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
-_SENDABLE = {
-    *(tf.float16, tf.float32, tf.float64),
-    *(tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16),
-}
+_FLOATS = (tf.float16, tf.float32, tf.float64)
+_OTHERS = (tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16)
 
 
 def check_sendable(variables: Sequence[Any]) -> None:
     """Raise UserError for a variable of a dtype that Horovod cannot send, such as bfloat16, uint32 and complex64."""
     for variable in variables:
         dtype = as_tf_variable(variable).dtype
-        if dtype not in _SENDABLE:
+        if dtype not in (*_FLOATS, *_OTHERS):
             advice = (
                 "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
             )

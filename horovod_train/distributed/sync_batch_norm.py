@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,7 +21,6 @@ from horovod_train.distributed.layer_contents import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class
 
-T = TypeVar("T")
 _layer_numbers = itertools.count()
 """Layers are numbered over all models, in the order of their first call in training: the same order on all ranks."""
 _rows: ContextVar[tuple[tf.Tensor | None, tf.Tensor | None]] = ContextVar("rows", default=(None, None))

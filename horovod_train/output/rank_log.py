@@ -285,8 +285,7 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
     stories = {story.rank: story for starts in last_starts for story in starts}
     if not stories:
         return {}
-    # Without rank 0's log the newest one tells.
-    newest = stories.get(0) or max(stories.values(), key=lambda story: story.began)
+    newest = max(stories.values(), key=lambda story: story.began)  # rank 0 too may have none of this start
     return {rank: story for rank, story in sorted(stories.items()) if story.is_with(newest)}
 
 

@@ -315,6 +315,7 @@ def _synchronization(
         kept = [] if averages.are_of_optimizer else averages.variables.values()  # those are slots
         beside = [*slots, *kept, *forward_state.of_kind("mean")]
         return Local(group, model, train.average_every_steps, beside, forward_state.of_kind("first"))
+    assert train.synchronization == "every_step"
     return SyncStrategy()
 
 

@@ -107,7 +107,7 @@ class TrainState:
     def settle(self, group: WorkerGroup) -> TrainState:
         """Collective: make variables equal that may differ between exchanges; often there are none.
 
-        Returns the state, which can then be compared and saved. Raises DivergedError, on all ranks, as `check_finite`.
+        Returns the state, which can then be compared and saved. Raises DivergedError, on all ranks, where it cannot be.
         """
         self.check_finite(group)  # before an exchange spreads non-finite numbers to all ranks
         with group.heartbeat.phase("exchange"):

@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from array import array as array_of
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import cast
 
@@ -325,9 +326,10 @@ def _missing_cells(
     words = sorted({columns[name][place] for name, places in gaps.items() for place in places} - {""})
     between = "" if separator == "," else f"sep={separator!r}, "
     read = f"{path!r}, {between}dtype=str{f', na_values={words}' if words else ''}"
+    lacking = [name for name, places in gaps.items() if places]
     return UserError(
         f"{where} {problem} or leave the line out. Cells are missing in {counts} of {len(cells)} records. Without "
-        f"those lines: pandas.read_csv({read}).dropna().to_csv('complete.csv', {between}index=False)"
+        f"those lines: pandas.read_csv({read}).dropna(subset={lacking}).to_csv('complete.csv', {between}index=False)"
     )
 
 
@@ -351,8 +353,8 @@ def _read_columns(
     """Return the names and the cells of columns, and the line of each record. Raises UserError, UnicodeDecodeError."""
     rows = _rows(content, separator, path)
     names = next((row for _, row in rows), [])
-    chosen = choose(names)
-    if any(names.count(name) > 1 for name in chosen):
+    chosen = {*choose(names)}
+    if any(count > 1 and name in chosen for name, count in Counter(names).items()):
         raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
     places = [place for place, name in enumerate(names) if name in chosen]
     columns, lines = [(names[place], list[str]()) for place in places], array_of("q")

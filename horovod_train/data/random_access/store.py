@@ -59,7 +59,10 @@ class Request:
         for name in self.names:
             if name not in stored:
                 raise UserError(f"{self.setting}: {path} has no feature {name}; it has {', '.join(stored) or 'none'}.")
-        return list(self.names or (name for name in stored if name not in self.left_out))
+        names = list(self.names or (name for name in stored if name not in self.left_out))
+        if stored and not names:
+            raise UserError(f"{self.setting}: {path} has no inputs, only {', '.join(stored)}.")
+        return names
 
 
 class Store(ABC):

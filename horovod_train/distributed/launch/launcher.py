@@ -151,7 +151,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return _launch_at(meeting, environment, end_time, job)
     if step is None:
         fault = _fault_of_lone_process(environment)
-        leaves_hosts = fault.startswith("SLURM") and "SLURM_NTASKS" not in environment
+        leaves_hosts = fault.startswith("SLURM job") and "SLURM_NTASKS" not in environment
         return Launch("none", 0, 1, end_time, job, fault=fault, leaves_hosts=leaves_hosts)
     if "PMIX_RANK" in environment and environment.get("HOROVOD_CONTROLLER") != "gloo":
         return Launch("srun-pmix", step.rank, step.size, end_time, job)

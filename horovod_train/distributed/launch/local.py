@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import mmap
 import os
@@ -189,6 +190,8 @@ def driver_problem() -> str:
     if sees_gpu():
         answer = _ask_driver("-L")
         said = "" if answer is None else (answer.stdout + answer.stderr).strip().rpartition("\n")[2]
+        if said.startswith("No devices were found"):  # the job was given none
+            return ""
         return f"there are GPUs in /dev, but nvidia-smi {f'says: {said}' if said else 'is missing or does not answer'}"
     if visible_gpus():
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names GPUs, but there is none here"
@@ -201,8 +204,9 @@ def driver_gpus() -> dict[int, str]:
     return parse_gpus(answer.stdout) if answer is not None and answer.returncode == 0 else {}
 
 
+@functools.cache
 def _ask_driver(*options: str) -> subprocess.CompletedProcess[str] | None:
-    """Run nvidia-smi; None if it is not there, or does not end."""
+    """Run nvidia-smi, once in a process; None if it is not there, or does not end."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:

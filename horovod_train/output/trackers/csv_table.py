@@ -97,8 +97,8 @@ class _Table:
         """
         if self._lines.path.exists():
             with self._lines.path.open("rb") as file:
-                lines = (line.decode("utf-8", errors="replace") for line in file if line.endswith(b"\n"))
-                yield from csv.reader(lines)
+                whole = (line for line in file if line.endswith(b"\n") and b"\0" not in line)  # NUL: after a power cut
+                yield from csv.reader(line.decode("utf-8", errors="replace") for line in whole)
 
     def _rows_until(self, step: int) -> Iterator[list[str]]:
         """Yield the rows of values until `step`."""

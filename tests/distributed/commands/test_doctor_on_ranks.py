@@ -123,9 +123,9 @@ def test_a_check_that_hangs_on_one_rank_is_named_with_it_after_what_was_found_be
         "    doctor_checks.list_interfaces = lambda: threading.Event().wait()\n"
         "entry()\n"
     )
-    words = [sys.executable, str(program), "doctor", "--timeout", "20", "--dir", str(tmp_path)]
+    words = [sys.executable, str(program), "doctor", "--timeout", "60", "--dir", str(tmp_path)]
     finished = run_process([*launcher_command("horovodrun", 2), *words])
-    assert finished.returncode not in (0, None), finished.text
+    assert finished.returncode, finished.text  # horovodrun ends with 1 whatever a rank ends with
     shown = finished.stdout + finished.stderr
     assert "ends at the mean on all ranks" in shown
     assert "rank 1" in shown

@@ -168,9 +168,11 @@ def test_gpus_that_tensorflow_does_not_see_are_missed_on_one_rank_of_the_host(
         ("-1", True, None, ""),
         ("", True, "exit 9", ""),
         (None, False, "exit 9", ""),
+        (None, True, "echo No devices were found; exit 6", ""),
         (None, True, "echo 0, GPU-aa", ""),
     ],
 )
+@pytest.mark.usefixtures("fresh_driver")
 def test_a_driver_that_lists_no_gpus_where_there_should_be_some_is_told(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
