@@ -50,6 +50,15 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
+def usable_memory(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that the container may use; those of the host without a limit."""
+    of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of versions 2 and 1
+        with suppress(OSError, ValueError):  # "max" is no limit
+            return min(of_host, int((folder / name).read_text()))
+    return of_host
+
+
 def usable_cores(cores: int | None = None) -> int:
     """Return how many of so many cores the container may keep busy together; default: those that this process has."""
     return max(1, math.ceil(min(cores or len(os.sched_getaffinity(0)), cpu_quota())))

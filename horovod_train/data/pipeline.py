@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
 import threading
 from collections import deque
@@ -44,6 +43,7 @@ from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, mark_skipped
 from horovod_train.data.transforms import Transforms, apply_preprocess, image_problem, load_preprocess
 from horovod_train.errors import UserError
+from horovod_train.host import usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -462,8 +462,8 @@ class ParsedCache:
 
 
 def check_room_to_cache(bytes_each: int, ranks_on_host: int) -> None:
-    """Raise UserError if this host lacks the memory for the full caches of all its ranks."""
-    needed, memory = ranks_on_host * bytes_each, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Raise UserError if this host, or its container, lacks the memory for the full caches of all its ranks."""
+    needed, memory = ranks_on_host * bytes_each, usable_memory()
     if needed > memory:
         raise UserError(
             f"data.cache: memory needs {needed / 1e9:.1f} GB for {ranks_on_host} rank(s) of this host, which has "

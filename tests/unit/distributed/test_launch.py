@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import horovod.tensorflow as hvd
@@ -131,6 +132,20 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
 def test_processes_that_would_not_find_each_other_are_told_what_to_do(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_launch(environment).check(may_be_elastic=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "may"), [(BATCH, True), ({"PMIX_RANK": "1"}, False), (BATCH | {"SLURM_NTASKS": "2"}, False)]
+)
+def test_launch_may_leave_hosts_of_a_job_without_a_rank_and_no_other_process_alone(
+    environment: dict[str, str], may: bool
+) -> None:
+    found = read_launch(environment)
+    assert found.leaves_hosts == may
+    with nullcontext() if may else pytest.raises(UserError):
+        found.check(may_leave_hosts=True)
+    with pytest.raises(UserError, match=r"one alone|rank 1 of a launcher"):
+        found.check()
 
 
 @pytest.mark.parametrize(

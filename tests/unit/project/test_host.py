@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from horovod_train.host import (
@@ -27,6 +28,7 @@ from horovod_train.host import (
     is_running,
     start_ticks,
     usable_cores,
+    usable_memory,
 )
 
 FILES = 12
@@ -136,6 +138,25 @@ def test_files_that_are_only_kept_open_are_known(tmp_path: Path) -> None:
     with files.opened(str(tmp_path / "a")) as descriptor:
         assert descriptor not in idle_descriptors()
     assert descriptor in idle_descriptors()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n"}, None),
+        ({"memory.max": "1048576\n"}, 1048576),
+        ({"memory/memory.limit_in_bytes": "2097152\n"}, 2097152),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)
+def test_the_memory_of_a_container_is_what_it_may_use(
+    tmp_path: Path, files: dict[str, str], expected: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_memory(tmp_path) == (expected or psutil.virtual_memory().total)
 
 
 @pytest.mark.parametrize(
