@@ -150,10 +150,9 @@ def open_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
 def look_before_start(config: DataConfig, split: Split, *, ranks: int, needs_labels: bool = True) -> None:
     """Raise UserError for errors that are visible before TensorFlow is loaded.
 
-    One rank among several does not scan yet: later one rank scans while the others wait. Nor is a class of
-    data.source called: that may take long, and it is called again when the run opens its records.
+    One rank among several does not scan yet: later one rank scans while the others wait.
     """
-    look = open_records if ranks == 1 and not config.source else find_records
+    look = open_records if ranks == 1 else find_records
     look(config, split, needs_labels=needs_labels)
 
 
