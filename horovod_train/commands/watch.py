@@ -367,7 +367,7 @@ def _newest_of(known: Sequence[T], new: Iterable[T], is_replaced: bool) -> Seque
 
 def _newest(ranks: Mapping[int, RankNow]) -> RankNow | None:
     """Return the rank whose log began last, which is one of the last start; None without logs."""
-    return max(ranks.values(), key=lambda rank: rank.began, default=None)
+    return max(ranks.values(), key=lambda now: (now.began, -now.about.rank), default=None)
 
 
 def _after(now: RankNow, entry: Entry) -> RankNow:

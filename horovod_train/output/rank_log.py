@@ -285,7 +285,8 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
     stories = {story.rank: story for starts in last_starts for story in starts}
     if not stories:
         return {}
-    newest = max(stories.values(), key=lambda story: story.began)  # rank 0 too may have none of this start
+    # Rank 0 too may have none of this start.
+    newest = max(stories.values(), key=lambda story: (story.began, -story.rank))
     return {rank: story for rank, story in sorted(stories.items()) if story.is_with(newest)}
 
 

@@ -244,7 +244,24 @@ class StopCoordinator:
 _for_forked: list[Callable[[], Any]] = []
 """What a process undoes that is forked inside of `collected_signals`, as multiprocessing's workers are: SIGTERM has to
 end it, and its own SIGINT must not count as a second one of its parent."""
-os.register_at_fork(after_in_child=lambda: [undo() for undo in _for_forked])
+_own = threading.local()  # the signals that a thread blocks while it forks: else one would be lost before the undoing
+
+
+def _before_fork() -> None:
+    _own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if _for_forked else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _own.mask)
+
+
+def _after_fork_in_child() -> None:
+    for undo in _for_forked:
+        undo()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 @contextmanager

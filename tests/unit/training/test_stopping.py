@@ -467,7 +467,7 @@ def test_a_second_sigint_interrupts_an_interactive_process_and_does_not_end_it(m
 
 
 FORKS = """
-import multiprocessing, os, signal
+import multiprocessing, os, signal, time
 from horovod_train.training.stopping import collected_signals
 
 forks = multiprocessing.get_context("fork")
@@ -475,7 +475,8 @@ ready = forks.Event()
 
 def wait():
     ready.set()
-    signal.pause()
+    while True:
+        time.sleep(0.05)  # not one long wait: a signal that comes directly before it would not end it
 
 with collected_signals() as received:
     with forks.Pool(2) as pool:  # its end sends SIGTERM, and waits
