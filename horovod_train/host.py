@@ -39,7 +39,10 @@ def cache_folder() -> Path | None:
     return None
 
 
-def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def cpu_quota(folder: Path = _CGROUPS) -> float:
     """Return how many cores' worth of time the container may use; infinite without a limit."""
     with suppress(OSError, ValueError):  # of cgroup version 2
         quota, period = (folder / "cpu.max").read_text().split()
@@ -50,7 +53,7 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
-def usable_memory(folder: Path = Path("/sys/fs/cgroup")) -> int:
+def usable_memory(folder: Path = _CGROUPS) -> int:
     """Return the bytes that the container may use; those of the host without a limit."""
     of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of versions 2 and 1

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         if _is_setting(word):
             raise UserError(f"--data: {word} is a setting, and no such file exists; give settings before --data.")
     config, checkpoint = choose_run(arguments)
-    for path in arguments.data or () if not config.data.source else ():
+    for path in () if config.data.source else arguments.data or ():
         if problem := text_problem("data.eval", path) or record_path_problem("data.eval", path):
             raise UserError(f"--data: {problem}")
     paths = tuple(arguments.data or config.data.eval)

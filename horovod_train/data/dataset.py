@@ -363,9 +363,10 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
     read.
     """
     blocks = records.source.blocks
-    # Whatever the number of ranks: see build_split.
-    fits = _mb_of_lanes(records, global_batch_size) <= config.shuffle_mb
-    order: Order = ("lanes" if fits else "file") if not training else "shuffled" if config.shuffle else "file"
+    if training:
+        order: Order = "shuffled" if config.shuffle else "file"
+    else:  # the same at any number of ranks: see build_split
+        order = "lanes" if _mb_of_lanes(records, global_batch_size) <= config.shuffle_mb else "file"
     # Each rank keeps a window over all records as a whole in memory, so it must not be larger than the memory for it.
     record_bytes = blocks.total_bytes / max(blocks.num_records, 1)
     window = min(config.shuffle_window, max(int(config.shuffle_mb * 1e6 / max(record_bytes, 1)), 1))

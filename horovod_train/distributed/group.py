@@ -235,20 +235,18 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
-_FLOATS = (tf.float16, tf.float32, tf.float64)
-_OTHERS = (tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16)
+_SENDABLE = ["float16", "float32", "float64", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16"]
+"""The dtypes that Horovod's broadcast takes."""
+_TO_SEND_FLOATS = "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
+_TO_SEND_OTHERS = "Keep whole numbers in int64, complex ones as two variables."
 
 
 def check_sendable(variables: Sequence[Any]) -> None:
     """Raise UserError for a variable of a dtype that Horovod cannot send, such as bfloat16, uint32 and complex64."""
     for variable in variables:
         dtype = as_tf_variable(variable).dtype
-        if dtype not in (*_FLOATS, *_OTHERS):
-            advice = (
-                "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
-            )
-            if not dtype.is_floating:
-                advice = "Keep whole numbers in int64, complex ones as two variables."
+        if dtype.name not in _SENDABLE:
+            advice = _TO_SEND_FLOATS if dtype.is_floating else _TO_SEND_OTHERS
             raise UserError(f"variable {name_of(variable)} is {dtype.name}, which Horovod cannot exchange. {advice}")
 
 

@@ -210,7 +210,9 @@ def match(
     }
     wanted = {path: tuple(weight.shape) for path, weight in weights.items() if path not in excluded}
     with ExitStack() as files:
-        checkpoint, merged, arrays = None, list[str](), dict[str, Any]()
+        arrays: Mapping[str, Any]
+        checkpoint: Checkpoint | None = None
+        merged: Sequence[str] = ()
         if is_users(source):
             arrays = _from_function(source)
         elif source.endswith((".keras", ".h5")):

@@ -107,7 +107,7 @@ class TrainState:
     def settle(self, group: WorkerGroup) -> TrainState:
         """Collective: make variables equal that may differ between exchanges; often there are none.
 
-        Returns the state, which can then be compared and saved. Raises DivergedError, on all ranks, where it cannot be.
+        Returns the state, ready to be compared and saved. Raises DivergedError, on all ranks, as `check_finite` does.
         """
         self.check_finite(group)  # before an exchange spreads non-finite numbers to all ranks
         with group.heartbeat.phase("exchange"):
@@ -263,8 +263,9 @@ def bytes_of(variable: tf.Variable) -> memoryview:
 class Averages:
     """Moving averages of weights, which can take the place of the weights in the model.
 
-    variables: the averages, by the paths of their weights. are_of_optimizer: whether a Keras optimizer with `use_ema`
-    updates them; such averages are evaluated only if a callback asks for it.
+    variables: the averages, by the paths of their weights. decay: of those that `update` moves; None: it moves none.
+    are_of_optimizer: whether a Keras optimizer with `use_ema` updates them; such averages are evaluated only if a
+    callback asks for it.
     """
 
     def __init__(
@@ -304,7 +305,11 @@ class Averages:
             self.put_back()
 
     def update(self, step: tf.Tensor) -> None:
-        """In the compiled step, after an update. step: int64 scalar, updates so far."""
+        """In the compiled step, after an update. step: int64 scalar, updates so far.
+
+        average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow
+        quickly (num_updates of tf.train.ExponentialMovingAverage).
+        """
         with tf.name_scope("moving_average"):
             updates = tf.cast(step, tf.float32)
             decay = tf.minimum(self.decay, (1 + updates) / (10 + updates))

@@ -244,15 +244,17 @@ class StopCoordinator:
 _for_forked: list[Callable[[], Any]] = []
 """What a process undoes that is forked inside of `collected_signals`, as multiprocessing's workers are: SIGTERM has to
 end it, and its own SIGINT must not count as a second one of its parent."""
-_own = threading.local()  # the signals that a thread blocks while it forks: else one would be lost before the undoing
+_forking = threading.local()
+"""The signals that a thread has blocked before it forks, as `mask`."""
 
 
 def _before_fork() -> None:
-    _own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if _for_forked else ())
+    # A signal that comes before a forked process has undone them waits; Python would forget it.
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if _for_forked else ())
 
 
 def _after_fork() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _own.mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _after_fork_in_child() -> None:

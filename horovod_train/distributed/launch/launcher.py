@@ -150,9 +150,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if step is None and (meeting := read_meeting(environment)) is not None:
         return _launch_at(meeting, environment, end_time, job)
     if step is None:
-        fault = _fault_of_lone_process(environment)
-        leaves_hosts = fault.startswith("SLURM job") and "SLURM_NTASKS" not in environment
-        return Launch("none", 0, 1, end_time, job, fault=fault, leaves_hosts=leaves_hosts)
+        fault, left = _fault_of_lone_process(environment), _fault_of_hosts_left(environment)
+        return Launch("none", 0, 1, end_time, job, fault=fault or left, leaves_hosts=bool(left) and not fault)
     if "PMIX_RANK" in environment and environment.get("HOROVOD_CONTROLLER") != "gloo":
         return Launch("srun-pmix", step.rank, step.size, end_time, job)
     return Launch("srun", step.rank, step.size, end_time, job, step=step)
@@ -289,10 +288,17 @@ def _fault_of_lone_process(environment: Mapping[str, str]) -> str:
             f"PBS job {environment.get('PBS_JOBID')} has {len(slots)} hosts, but this process is one alone. Instead "
             f"{_ON_PBS}"
         )
-    tasks, hosts = environment.get("SLURM_NTASKS"), environment.get("SLURM_JOB_NUM_NODES", "1")
-    if (tasks or hosts) == "1":
-        return ""
-    has = f"{tasks} tasks" if tasks else f"{hosts} hosts"  # each with a task, where no number of tasks was asked for
+    tasks = environment.get("SLURM_NTASKS", "1")
+    return "" if tasks == "1" else _fault_in_slurm(environment, f"{tasks} tasks")
+
+
+def _fault_of_hosts_left(environment: Mapping[str, str]) -> str:
+    """Return the fault of a lone process in a job of several hosts for which no number of tasks was asked."""
+    hosts = environment.get("SLURM_JOB_NUM_NODES", "1")
+    return "" if hosts == "1" or "SLURM_NTASKS" in environment else _fault_in_slurm(environment, f"{hosts} hosts")
+
+
+def _fault_in_slurm(environment: Mapping[str, str], has: str) -> str:
     return f"SLURM job {environment.get('SLURM_JOB_ID')} has {has}, but this process is one alone. Instead {_SRUN}"
 
 

@@ -199,7 +199,10 @@ def driver_problem() -> str:
 
 
 def driver_gpus() -> dict[int, str]:
-    """Return the same with those that CUDA_VISIBLE_DEVICES hides. A scheduler's cgroups may hide further ones."""
+    """Return the UUIDs of the host's GPUs by the driver's index, also of those that CUDA_VISIBLE_DEVICES hides.
+
+    A scheduler's cgroups may hide further ones.
+    """
     answer = _ask_driver("--query-gpu=index,uuid", "--format=csv,noheader")
     return parse_gpus(answer.stdout) if answer is not None and answer.returncode == 0 else {}
 

@@ -367,15 +367,22 @@ def read_until(terminal: int, text: str) -> str:
     return shown
 
 
-def test_a_terminal_is_drawn_again(run: Run) -> None:
+@contextmanager
+def terminal(folder: Path, **environment: str) -> Iterator[int]:
+    """The end of a terminal at which one reads what `watch` shows there."""
     ours, its = pty.openpty()
-    with watching(run.folder, its, TERM="xterm") as process:
+    with watching(folder, its, **environment) as process:
         os.close(its)
+        yield ours
+        process.kill()
+    os.close(ours)
+
+
+def test_a_terminal_is_drawn_again(run: Run) -> None:
+    with terminal(run.folder, TERM="xterm") as ours:
         text = read_until(ours, "step 0 of 60")
         run.train(50)
         text += read_until(ours, "step 50 of 60")
-        process.kill()
-    os.close(ours)
     assert "\x1b[1A" in text or "\x1b[2K" in text  # goes back up to draw over what was there
 
 
@@ -383,26 +390,18 @@ def test_a_narrow_terminal_shows_the_whole_of_each_line(run: Run) -> None:
     trouble = "rank 2 (node1) has been in input for 74 s, reading train-00031"
     run.metrics.write(10, 1, "train", {"a_metric_of_a_long_name_in_a_narrow_terminal": 0.5})
     run.logs[3].write("stall", trouble)
-    ours, its = pty.openpty()
-    with watching(run.folder, its, TERM="xterm", COLUMNS="40", LINES="60") as process:
-        os.close(its)
+    with terminal(run.folder, TERM="xterm", COLUMNS="40", LINES="60") as ours:
         text = read_until(ours, trouble)
-        process.kill()
-    os.close(ours)
     lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line).strip("\r") for line in text.split("\n")]
     assert max(map(len, lines)) <= 40
     assert not re.search(r"\S…", text)  # how rich shows that it has cut something off
 
 
 def test_a_terminal_that_cannot_draw_again_gets_lines(run: Run) -> None:
-    ours, its = pty.openpty()
-    with watching(run.folder, its, TERM="dumb") as process:
-        os.close(its)
+    with terminal(run.folder, TERM="dumb") as ours:
         text = read_until(ours, "4 rank(s)")
         run.train(50)
         text += read_until(ours, "train step 50 of 60")
-        process.kill()
-    os.close(ours)
     assert "\x1b" not in text
 
 
