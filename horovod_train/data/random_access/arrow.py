@@ -6,6 +6,7 @@ Reads row groups, or record batches, whole. Uses pyarrow, and datasets for those
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from abc import abstractmethod
@@ -133,26 +134,23 @@ class ArrowFile(_Batches):
     """The records of an Arrow file (Feather 2), a record batch a block."""
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
+        """Read one column alone to count records: to open a batch that is compressed is to decompress it.
+
+        The bytes in memory are those of the first batch for all records, at least the file's.
+        """
         from pyarrow import ipc, memory_map
 
-        if self._pages is not None:
-            return self._open_remote()
-        with memory_map(self.path) as file, ipc.open_file(file) as reader:
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-            sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
-            return reader.schema, [count for count, _ in sizes], sum(size for _, size in sizes)
-
-    def _open_remote(self) -> tuple[Any, Sequence[int], int]:
-        """Do as _open, but read only one column of the batches. Takes the file's size for that in memory."""
-        from pyarrow import ipc
-
-        with ipc.open_file(self._source) as reader:
-            schema, batches = reader.schema, range(reader.num_record_batches)
-        if not len(schema):
-            return schema, [], 0
-        one_column = ipc.IpcReadOptions(included_fields=[0])
-        with ipc.open_file(self._source, options=one_column) as reader:
-            return schema, [reader.get_batch(number).num_rows for number in batches], self.size
+        with memory_map(self.path) if self._pages is None else RemoteFile(self._pages) as file:
+            with ipc.open_file(file) as reader:
+                schema, batches = reader.schema, range(reader.num_record_batches)
+                if not len(schema) or not batches:
+                    return schema, [], 0
+                first = reader.get_batch(0)
+            narrowest = min(range(len(schema)), key=lambda number: _width(schema.field(number).type))
+            options = ipc.IpcReadOptions(included_fields=[narrowest])
+            with ipc.open_file(file, options=options) as reader:
+                counts = [reader.get_batch(number).num_rows for number in batches]
+        return schema, counts, max(self.size, first.nbytes * sum(counts) // max(1, first.num_rows))
 
     def _read_batch(self, number: int, count: int) -> Any:
         from pyarrow import OSFile, ipc, table
@@ -163,6 +161,14 @@ class ArrowFile(_Batches):
         ):
             batch = reader.get_batch(number)
             return table({name: batch.column(name) for name in self._names}).slice(0, count)
+
+
+def _width(kind: Any) -> float:
+    """Return the bits of a value; inf for values of any length."""
+    try:
+        return float(kind.bit_width)
+    except ValueError:
+        return math.inf
 
 
 def check_types(schema: Any, names: Sequence[str], path: str) -> None:

@@ -283,6 +283,25 @@ def test_a_bit_that_has_changed_in_a_parquet_page_with_a_checksum_is_noticed(tmp
     assert "CRC checksum verification failed" in str(load(1).faults)
 
 
+def test_an_arrow_file_that_is_compressed_is_not_decompressed_to_count_its_records(tmp_path: Path) -> None:
+    path, rng = tmp_path / "a.feather", np.random.default_rng(0)
+    text = [bytes(rng.integers(0, 16, 100, np.uint8)) * 50 for _ in range(60)]
+    pa.feather.write_feather(pa.table({"x": text, "y": range(60)}), path, "zstd", chunksize=20)
+    content = bytearray(path.read_bytes())
+    with pa.ipc.open_file(path) as reader:
+        assert (reader.num_record_batches, reader.get_batch(1).num_rows) == (3, 20)
+    frames = [at for at in range(len(content)) if content.startswith(b"\x28\xb5\x2f\xfd", at)]
+    longest = sorted(frames, key=lambda at: min(other for other in [*frames, len(content)] if other > at) - at)[-3:]
+    middle = sorted(longest)[1]
+    content[middle : middle + 4] = bytes(4)  # of the text of the second batch
+    path.write_bytes(content)
+    source = open_records(config(path, inputs=("x",), targets=("y",)), "train").source
+    assert (source.blocks.num_records, source.blocks.total_bytes > 60 * len(text[0])) == (60, True)
+    load = source.open()
+    assert not load(0).faults
+    assert "ZSTD" in str(load(1).faults)
+
+
 def test_records_are_described_by_the_first_that_can_be_read(tmp_path: Path) -> None:
     """Of a later block, or where bad records are skipped of a later file."""
     numbers = np.arange(1000, 1300)
