@@ -23,6 +23,7 @@ from horovod_train.data.source import Blocks, Data, LoadBlock, LoadedBlock, Pars
 from horovod_train.errors import UserError
 
 _FOLDS, _FRACTION = 4, 5  # so that parts are independent of the orders of epochs; see sampler
+_AT_ONCE = 1 << 20  # records whose parts are drawn together: it takes some 40 bytes for each
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +35,13 @@ class Selection:
     parts: Sequence[Part]
     block: np.ndarray
     """int64 [blocks]: the source's block that each block is made of."""
-    records: np.ndarray | None = None
-    """int64 [records]: the number of each record in the source; None if blocks are whole."""
+    chosen: np.ndarray | None = None
+    """bool [records of the source]: which are selected; None if blocks are whole."""
 
     def numbers(self) -> np.ndarray:
         """Return the number of each record in the source: int64 [records]."""
-        if self.records is not None:
-            return self.records
+        if self.chosen is not None:
+            return np.flatnonzero(self.chosen)
         first = self.source.blocks.first_record
         return np.concatenate([np.arange(first[block], first[block + 1]) for block in self.block])
 
@@ -53,10 +54,10 @@ class Selection:
     def _load(self, load: LoadBlock, block: int) -> LoadedBlock:
         source_number = int(self.block[block])
         source_block = load(source_number)
-        if self.records is None:
+        if self.chosen is None:
             return source_block
-        first, last = self.blocks.first_record[block : block + 2].tolist()
-        positions = (self.records[first:last] - self.source.blocks.first_record[source_number]).tolist()
+        first, last = self.source.blocks.first_record[source_number : source_number + 2].tolist()
+        positions = np.flatnonzero(self.chosen[first:last]).tolist()
         faults = {row: source_block.faults[at] for row, at in enumerate(positions) if at in source_block.faults}
         data = _take(source_block.data, positions)
         return LoadedBlock(data, lambda row, problem: source_block.name(positions[row], problem), faults)
@@ -69,13 +70,22 @@ def _take(data: Data, positions: list[int]) -> Data:
 
 
 def parts_of_records(records: int, folds: int) -> np.ndarray:
-    """Return the part of each record, from 0: int64 [records]."""
-    numbers = np.arange(-(-records // folds) * folds)
-    draws = counter_rng.integers(counter_rng.key(folds, _FOLDS), numbers).reshape(-1, folds)
-    last = records % folds
+    """Return the part of each record, from 0: [records] of the smallest type of whole numbers."""
+    step = folds * -(-_AT_ONCE // folds)
+    parts = [_parts(first, min(first + step, records), folds) for first in range(0, records, step)]
+    return np.concatenate([np.zeros(0, np.min_scalar_type(folds)), *parts])
+
+
+def _parts(first: int, end: int, folds: int) -> np.ndarray:
+    """Return the parts of neighbouring records, of which the first is the first of a group of folds."""
+    groups = -(-(end - first) // folds)
+    numbers = np.arange(first, first + groups * folds)
+    draws = counter_rng.integers(counter_rng.key(folds, _FOLDS), numbers).reshape(groups, folds)
+    last = (end - first) % folds
     if last:  # the last records, fewer than folds, are in different parts too
         draws[-1, last:] = np.iinfo(np.uint64).max
-    return np.argsort(np.argsort(draws, axis=1, kind="stable"), axis=1).ravel()[:records]
+    parts = np.argsort(np.argsort(draws, axis=1, kind="stable"), axis=1).ravel()
+    return parts[: end - first].astype(np.min_scalar_type(folds))
 
 
 def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selection:
@@ -103,14 +113,19 @@ def hold_out(source: RecordSource, fraction: float, *, is_held_out: bool) -> Sel
 
 def held_out_records(records: int, fraction: float) -> np.ndarray:
     """Return which records are held out: bool [records]. Of each 1 / fraction neighbours one is, drawn by number."""
-    numbers = np.arange(records)
-    group = np.floor(numbers * fraction)
-    draws = counter_rng.integers(counter_rng.key(_FRACTION), numbers)
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
-    least = np.minimum.reduceat(draws, starts)
-    found = np.flatnonzero(draws == np.repeat(least, np.diff(np.append(starts, records))))
     is_in = np.zeros(records, bool)
-    is_in[found[np.diff(group[found], prepend=-1) > 0]] = True  # the first of each group, if draws are equal
+    first, step = 0, max(_AT_ONCE, int(3 / fraction))
+    while first < records:
+        numbers = np.arange(first, min(first + step, records))
+        group = np.floor(numbers * fraction)
+        starts = np.flatnonzero(np.diff(group, prepend=-1))
+        whole = len(numbers) if numbers[-1] == records - 1 else starts[-1]  # the last group may go on
+        draws = counter_rng.integers(counter_rng.key(_FRACTION), numbers)
+        least = np.minimum.reduceat(draws, starts)
+        found = np.flatnonzero(draws == np.repeat(least, np.diff(np.append(starts, len(numbers)))))
+        found = found[np.diff(group[found], prepend=-1) > 0]  # the first of each group, if draws are equal
+        is_in[first + found[found < whole]] = True
+        first += whole
     return is_in
 
 
@@ -125,7 +140,7 @@ def _select(source: RecordSource, chosen: np.ndarray, part: str, is_left_out: bo
         for part, count in zip(source.parts, _count_chosen(chosen, edges).tolist(), strict=True)
     ]
     blocks = Blocks(counts[block], source.blocks.bytes[block])
-    return Selection(source, blocks, parts, block, np.flatnonzero(chosen))
+    return Selection(source, blocks, parts, block, chosen)
 
 
 def _count_chosen(chosen: np.ndarray, edges: np.ndarray) -> np.ndarray:
