@@ -29,7 +29,7 @@ from horovod_train.distributed.optimizer import (
     with_loss_scale,
 )
 from horovod_train.errors import UserError
-from horovod_train.keras_seams import take_class
+from horovod_train.keras_seams import method_replaced, take_class
 from horovod_train.tensorflow.agreement import count_exchange, number_of
 
 Groups = int | list[list[Any]] | None
@@ -475,6 +475,18 @@ def _distributed_tape(base: type, combiner: GradientCombiner) -> type:
             grads = combiner(tf.nest.flatten(local_gradients), flat_sources)
             _combined_by_tape.update({id(grad): grad for grad in grads if grad is not None})
             return tf.nest.pack_sequence_as(sources, grads)
+
+        def jacobian(self, *arguments: Any, **options: Any) -> Any:
+            """Return this rank's own. TensorFlow's method calls `gradient` for each value of the target."""
+            own, plain = super().jacobian, super().gradient
+            with method_replaced([self], "gradient", lambda *_: plain):
+                return own(*arguments, **options)
+
+        def batch_jacobian(self, *arguments: Any, **options: Any) -> Any:
+            """Return this rank's own, as `jacobian` does."""
+            own, plain = super().batch_jacobian, super().gradient
+            with method_replaced([self], "gradient", lambda *_: plain):
+                return own(*arguments, **options)
 
         def get_local_and_global_gradients(
             self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False

@@ -81,6 +81,12 @@ def test_ranks_may_have_different_numbers_of_local_variables(ranks: list[dict[st
         assert facts["behind_local"] == [[-mean, -10 * mean]] * 2
 
 
+def test_jacobians_of_a_distributed_tape_are_each_ranks_own(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["jacobians"][0] == facts["jacobians"][1]
+    assert len({str(facts["jacobians"]) for facts in ranks}) == len(ranks)
+
+
 def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         refused = facts["refused"]

@@ -373,6 +373,18 @@ def behind_local_variables(through_tape: bool) -> list[float]:
     return [float(variable.numpy()[0]) for variable in shared]
 
 
+def jacobians(wrap: Callable[[tf.GradientTape], tf.GradientTape]) -> list[Any]:
+    """Jacobians of this rank's data: by TensorFlow's parallel loop and by its other one, and by row."""
+    weight, x = tf.Variable([[1.0], [2.0]]), tf.constant([[1.0 + rank, 10.0]])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y, squares = x @ weight, x * x
+    tape = wrap(tape)
+    found = [tape.jacobian(y, weight, experimental_use_pfor=in_parallel) for in_parallel in (True, False)]
+    return [each.numpy().ravel().tolist() for each in [*found, tape.batch_jacobian(squares, x)]]
+
+
+facts["jacobians"] = [jacobians(with_tape()), jacobians(lambda tape: tape)]
 facts["behind_local"] = [behind_local_variables(through_tape) for through_tape in (True, False)]
 
 
