@@ -41,15 +41,19 @@ def exchange_name(name: str) -> str:
     """
     if tf.executing_eagerly():
         return name
-    if _is_compiled_by_xla():
+    _check_not_in_xla()
+    counts = _name_counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    counts[name] += 1
+    return name if counts[name] == 1 else f"{name}.{counts[name]}"
+
+
+def _check_not_in_xla() -> None:
+    if not tf.executing_eagerly() and _is_compiled_by_xla():
         raise UserError(
             "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False), or the callback "
             "BroadcastGlobalVariablesCallback(), which does so; a tf.function around the exchange must not have "
             "jit_compile=True."
         )
-    counts = _name_counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
-    counts[name] += 1
-    return name if counts[name] == 1 else f"{name}.{counts[name]}"
 
 
 def in_turn(name: str, values: T, exchange: Callable[[T], T], ranks: hvd.ProcessSet = hvd.global_process_set) -> T:
@@ -114,6 +118,7 @@ def named_by_call(collective: Collective) -> Collective:
     def call(*args: Any, **kwargs: Any) -> Any:
         graph, unknown = _step.get() or (None, None)
         if graph is None or graph is not tf.compat.v1.get_default_graph():
+            _check_not_in_xla()
             return collective(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         name = exchange_name(given.get("name") or f"step.{collective.__name__}")

@@ -247,5 +247,6 @@ def check_equal(digests: np.ndarray, names: Sequence[str], ranks: Sequence[int],
             differing = [rank for rank, value in zip(ranks, column, strict=True) if value != column[0]]
             raise RanksDisagree(
                 f"ranks hold different weights: {name} on rank {listed(differing, 4)} differs from that on rank "
-                f"{ranks[0]}. {advice}; hvd.init(check_weights=False) does not check."
+                f"{ranks[0]}. {advice}. Where weights differ on purpose when gradients are exchanged, as with SAM, "
+                "hvd.init(check_weights=False) does not check."
             )

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from horovod_train.distributed.allreduce import in_turn, is_alone, make_outside_graphs, number_of_ranks, with_values
-from horovod_train.distributed.group import check_have_gradients, key_of
+from horovod_train.distributed.group import check_have_gradients, check_sendable, key_of
 from horovod_train.distributed.optimizer import (
     OPS,
     Apply,
@@ -264,6 +264,8 @@ class GradientCombiner:
         if by_inputs and not is_alone(self.process_set):
             _warn_of_inputs()
         check_have_gradients(weights)
+        if not is_alone(self.process_set):
+            check_sendable(weights)
         prefix = self.name or self.owner
         if weights:  # two optimizers of a script may have one name
             prefix = f"{prefix}.{number_of(weights[0], self.process_set)}"

@@ -136,7 +136,11 @@ def remove_process_set(process_set: hvd.ProcessSet) -> bool:
 
 
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
-    """Collective: return when every rank of the process set has called it."""
+    """Collective: return when every rank of the process set has called it. Raises UserError inside a tf.function."""
+    if not tf.executing_eagerly():
+        raise UserError(
+            "hvd.barrier: TensorFlow would leave it out, because nothing uses its result. Call it outside tf.function."
+        )
     with exchanging("hvd.barrier"):
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
 
@@ -193,7 +197,8 @@ def _pin(started: StartedProcess) -> None:
     try:
         started.pin(chosen_before())
     except RuntimeError as error:  # TensorFlow has started, and keeps what it has
-        log.warning(f"hvd.init could not pin this process to a device: {error}. Call it before the first operation.")
+        reason = str(error).rstrip(".")
+        log.warning(f"hvd.init could not pin this process to a device: {reason}. Call it before the first operation.")
     except UserError:
         started.rendezvous.close()
         raise

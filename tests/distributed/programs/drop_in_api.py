@@ -401,6 +401,17 @@ def train_after_join(*, broadcasts: bool) -> float:
     return float(weight.numpy()[0])
 
 
+def gradient_of_bfloat16() -> None:
+    weight = tf.Variable(tf.ones(1, tf.bfloat16))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight * weight)
+    with_tape(compression=hvd.Compression.bf16)(tape).gradient(loss, [weight])
+
+
+facts["refused"]["bfloat16"] = error_of(gradient_of_bfloat16)
+facts["refused"]["barrier_in_a_step"] = error_of(tf.function(hvd_tf.barrier, autograph=False))
+in_xla = tf.function(lambda: hvd_tf.allreduce(tf.ones(1)), jit_compile=True, autograph=False)
+facts["refused"]["in_xla"] = error_of(in_xla)
 facts["refused"]["join_in_a_step"] = error_of(tf.function(hvd_tf.join, autograph=False))
 facts["after_join"] = train_after_join(broadcasts=True)
 facts["after_join_only"] = error_of(lambda: train_after_join(broadcasts=False))
