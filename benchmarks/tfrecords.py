@@ -23,7 +23,7 @@ from horovod_train.config.settings import Config, DataConfig, Spec
 from horovod_train.data.dataset import Records, open_records
 from horovod_train.data.parsing import example_spec
 from horovod_train.data.schema import Feature
-from horovod_train.data.tfrecord.source import TFRecords
+from horovod_train.data.tfrecord import TFRecords
 from horovod_train.data.transforms import ImageChanges, cast_and_scale, decode_image
 
 Contender = Callable[[int], tf.data.Dataset]

@@ -10,7 +10,7 @@ import time
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import list_files, record_folders
-from horovod_train.data.tfrecord.source import open_tfrecords
+from horovod_train.data.tfrecord import open_tfrecords
 from horovod_train.output.console import to_stdout
 
 _PATTERNS = ["*.tfrecord*"]

@@ -42,7 +42,7 @@ from horovod_train.data.schema import (
 from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of, same_content
 from horovod_train.data.storage import Storage
 from horovod_train.data.subsets import DataSet, Entry, Selection, fold_records, hold_out, mix, split_by_entry
-from horovod_train.data.tfrecord.source import open_tfrecords
+from horovod_train.data.tfrecord import open_tfrecords
 from horovod_train.errors import UserError
 
 Split = Literal["train", "eval"]

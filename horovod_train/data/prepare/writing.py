@@ -24,7 +24,7 @@ from horovod_train import tfrecord_framing
 from horovod_train.data import counter_rng
 from horovod_train.data.files import INDEX_NAME, hold_lock
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
-from horovod_train.data.tfrecord.index import DRAFT_NAME, write_index
+from horovod_train.data.tfrecord_index import DRAFT_NAME, write_index
 from horovod_train.errors import UserError
 from horovod_train.host import usable_cores
 from horovod_train.output import logs

@@ -16,10 +16,10 @@ from made_records import example, ids_of, image_record, make_images, write_file
 
 from horovod_train.commands import bench, check_data, index
 from horovod_train.config.settings import DataConfig
+from horovod_train.data import tfrecord_index as index_module
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.data.dataset import build_plan, open_records
-from horovod_train.data.tfrecord import index as index_module
-from horovod_train.data.tfrecord.index import load_entries
+from horovod_train.data.tfrecord_index import load_entries
 from horovod_train.errors import ReadFailed, UserError
 from horovod_train.tfrecord_framing import frame
 

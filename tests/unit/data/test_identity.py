@@ -20,7 +20,7 @@ from horovod_train.data import source
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import open_records
 from horovod_train.data.source import Part, digest_of
-from horovod_train.data.tfrecord.source import open_tfrecords
+from horovod_train.data.tfrecord import open_tfrecords
 from horovod_train.errors import UserError
 from horovod_train.training.initial_state import check_held_out, check_position
 

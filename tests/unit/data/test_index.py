@@ -25,12 +25,13 @@ from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import files as files_module
+from horovod_train.data import tfrecord_index as index_module
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
 from horovod_train.data.files import INDEX_NAME, hold_lock, list_files, paths_beside, save_to_first
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import split_records
-from horovod_train.data.tfrecord import index as index_module
-from horovod_train.data.tfrecord.index import (
+from horovod_train.data.tfrecord import TFRecords
+from horovod_train.data.tfrecord_index import (
     BLOCK_BYTES,
     BLOCK_RECORDS,
     Entries,
@@ -41,7 +42,6 @@ from horovod_train.data.tfrecord.index import (
     save_entries,
     scan,
 )
-from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
 
@@ -291,7 +291,7 @@ def test_names_that_are_not_text_are_kept(tmp_path: Path, scanned: list[str]) ->
 def test_a_user_without_home_and_passwd_entry_can_read() -> None:
     program = (
         "import os, sys\n"
-        "from horovod_train.data.tfrecord.index import open_index\n"
+        "from horovod_train.data.tfrecord_index import open_index\n"
         "os.setuid(54321)\n"
         "print(open_index(sys.argv[1:]).blocks.num_records)"
     )

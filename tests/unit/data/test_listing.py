@@ -17,7 +17,7 @@ import pytest
 from horovod_train.data.files import FileList, list_files, record_folders
 from horovod_train.data.globs import matching
 from horovod_train.data.random_access.images import images_at
-from horovod_train.data.tfrecord.index import scan
+from horovod_train.data.tfrecord_index import scan
 from horovod_train.errors import ReadFailed, RunError, UserError
 
 FILES = (

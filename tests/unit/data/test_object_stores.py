@@ -23,7 +23,7 @@ from horovod_train.data import storage
 from horovod_train.data.dataset import open_records
 from horovod_train.data.files import INDEX_NAME, paths_beside
 from horovod_train.data.storage import Retries, Storage
-from horovod_train.data.tfrecord.index import load_entries
+from horovod_train.data.tfrecord_index import load_entries
 from horovod_train.errors import ReadFailed, UserError
 from horovod_train.main import main
 

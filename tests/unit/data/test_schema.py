@@ -125,7 +125,7 @@ import sys
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import dataset, schema
 from horovod_train.data import sampler
-from horovod_train.data.tfrecord import index
+from horovod_train.data import tfrecord_index as index
 from horovod_train.errors import UserError
 try:
     dataset.open_records(DataConfig(train=(sys.argv[1],)), "train")

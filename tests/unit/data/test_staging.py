@@ -15,8 +15,8 @@ from rich.filesize import decimal
 
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import split_records
-from horovod_train.data.tfrecord.index import open_index
-from horovod_train.data.tfrecord.source import StagedFiles, TFRecords
+from horovod_train.data.tfrecord import StagedFiles, TFRecords
+from horovod_train.data.tfrecord_index import open_index
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
 
@@ -145,8 +145,8 @@ def test_a_full_stage_ends_the_copying_and_not_the_run(
 def test_flags_of_many_blocks_on_a_full_disk_do_not_end_the_process(full_disk: Path) -> None:
     """Where they were in mapped memory, the kernel did, by SIGBUS."""
     program = f"""
-from horovod_train.data.tfrecord.index import ScannedFile
-from horovod_train.data.tfrecord.source import StagedFiles
+from horovod_train.data.tfrecord_index import ScannedFile
+from horovod_train.data.tfrecord import StagedFiles
 file = ScannedFile("a", 1, 1, "", "", "")
 stage = StagedFiles({str(full_disk)!r}, [file], {{}})
 for block in range(0, 200_000, 1000):

@@ -35,7 +35,7 @@ from horovod_train.data.files import hold_lock
 from horovod_train.data.schema import Feature
 from horovod_train.data.source import LoadBlock, LoadedBlock, Parser, Part, parser_of_examples, problems_of
 from horovod_train.data.storage import DEFAULT, Stamp, Storage, check_unchanged, read_at, reopen_if_stale, resolved
-from horovod_train.data.tfrecord.index import Index, ScannedFile, at_record, open_index, unpack, write_unpacked
+from horovod_train.data.tfrecord_index import Index, ScannedFile, at_record, open_index, unpack, write_unpacked
 from horovod_train.errors import UserError, reading, unusable
 from horovod_train.host import OpenFiles, boot_id
 from horovod_train.output.files import Artifact, remove, rename

@@ -1,1 +1,0 @@
-"""TFRecord files: finding records in them, reading them, and copies on a local disk."""
