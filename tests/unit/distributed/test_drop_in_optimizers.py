@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import weakref
 from types import SimpleNamespace
@@ -377,3 +378,11 @@ def test_an_optimizer_may_leave_out_updates(monkeypatch: pytest.MonkeyPatch, bui
     for _ in range(2):
         optimizer.apply_gradients([(tf.ones(1), weight)])
     assert float(weight.numpy()[0]) < 1.0
+
+
+def test_both_names_of_horovod_for_its_keras_api_lead_to_one_module() -> None:
+    from horovod_train.tensorflow.keras import callbacks, elastic
+
+    assert importlib.import_module("horovod_train.tensorflow.keras") is hvd
+    assert importlib.import_module("horovod_train.tensorflow.keras.callbacks") is callbacks is hvd.callbacks
+    assert importlib.import_module("horovod_train.tensorflow.keras.elastic") is elastic is hvd.elastic
