@@ -128,14 +128,19 @@ class Batches(Iterator[Batch]):
 
 
 def iterate(data: tf.data.Dataset) -> Iterator[Any]:
-    """Return an iterator over a dataset, without tf.data's autotuner unless the dataset asks for it.
+    """Return an iterator over a dataset, without tf.data's autotuner unless the dataset asks for it."""
+    return iter(_without_autotuner(data))
+
+
+def _without_autotuner(data: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the dataset, without tf.data's autotuner unless it asks for it.
 
     That one's thread at times misses that its iterator goes, which then waits for the thread's next turn: up to a
     minute at the end of a run or an epoch (seen in TensorFlow 2.21). Without it AUTOTUNE means one call for each core.
     """
     options = tf.data.Options()
     options.autotune.enabled = bool(data.options().autotune.enabled)
-    return iter(data.with_options(options))
+    return data.with_options(options)
 
 
 def for_each_batch(
@@ -466,4 +471,6 @@ def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
     is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
     if device == HOST or is_text:  # other devices cannot hold strings
         return data
+    # What copies has an iterator of its own, to which options that come later do not apply.
+    data = _without_autotuner(data)
     return data.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_ON_DEVICE))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +109,29 @@ def test_the_autotuner_whose_end_is_waited_for_runs_only_if_a_dataset_asks(asked
     data = Iterated(asked)
     assert list(iterate(data)) == [1, 2]
     assert data.options().autotune.enabled is given
+
+
+TUNED = """
+import sys
+import tensorflow as tf
+from horovod_train.data.batch_source import iterate, prefetch_to
+
+def squares():
+    return tf.data.Dataset.range(99).map(lambda number: number * number, num_parallel_calls=tf.data.AUTOTUNE)
+
+plain = squares().apply(tf.data.experimental.prefetch_to_device("/device:CPU:0", 1))
+for name, data in (("plain", plain), ("ours", prefetch_to(squares(), "/device:CPU:0"))):
+    print(f"\\nBEGIN {name}", file=sys.stderr, flush=True)
+    assert len(list(iterate(data))) == 99
+"""
+
+
+@pytest.mark.long
+def test_the_autotuner_does_not_run_below_the_copy_to_a_device_either() -> None:
+    """As TensorFlow's own log of it says; that of a copy without more shows that there is one."""
+    environment = {**os.environ, "TF_CPP_VMODULE": "model=3", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    command = [sys.executable, "-c", TUNED]
+    done = subprocess.run(command, capture_output=True, env=environment, check=True, timeout=300)
+    _, plain, ours = done.stderr.decode(errors="replace").split("\nBEGIN ")
+    assert "model.cc" in plain
+    assert "model.cc" not in ours
