@@ -338,7 +338,12 @@ def entry() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         sys.unraisablehook = sys.__unraisablehook__
 
-    exit_code = main()
+    try:
+        exit_code = main()
+    except KeyboardInterrupt:  # of a command, or while TensorFlow loads: a run in progress saves instead
+        # Not caught, so that a shell's loop sees the signal, and ends too.
+        sys.excepthook = lambda *_: to_stderr("interrupted by SIGINT.") if _rank() == 0 else None
+        raise
     # Schedulers repeat signals. Another one would replace the exit code, which says that the run is saved.
     for number in {*launcher.STOP_SIGNALS} - {signal.SIGINT}:
         signal.signal(number, signal.SIG_IGN)

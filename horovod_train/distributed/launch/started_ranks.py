@@ -101,6 +101,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
     if asked_by:
         is_saved = codes <= SAVED
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
+        if not is_saved and codes <= SAVED | {128 + asked_by}:
+            ending = f"{how}, as before it trains, while its program loads"
         return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {signal_name(asked_by)}; {ending}")
     if codes <= SAVED:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved what it had trained")

@@ -81,6 +81,12 @@ def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, 
     assert (verdict.follows, verdict.code) == (follows, code)
 
 
+def test_ranks_that_are_asked_before_they_train_have_lost_nothing() -> None:
+    why = judge(OneStart(143, 75).wait(), "rank", asked_by=signal.SIGTERM).why
+    assert why == "asked by SIGTERM; rank 0 was killed by SIGTERM, as before it trains, while its program loads"
+    assert judge(OneStart(75, 137).wait(), "rank", asked_by=signal.SIGTERM).why.endswith("; not all ranks could save")
+
+
 @pytest.mark.parametrize(("codes", "follows", "code"), [([73, 1], "again", 73), ([1, 2], "stop", 2), ([1], "again", 1)])
 def test_what_follows_later_starts_differs_by_the_run_directory_alone(
     codes: list[int], follows: str, code: int

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import errno
+import os
+import signal
 import subprocess
 import sys
 import urllib.error
 from email.message import Message
+from pathlib import Path
 
 import pytest
 import requests
@@ -135,3 +138,21 @@ def test_a_failed_program_does_not_wait_for_what_python_frees_at_its_end() -> No
     done.kill()
     done.wait()
     done.stdout.close()
+
+
+INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` would have switched off
+from horovod_train.main import entry
+entry()
+"""
+
+
+def test_an_interrupted_program_says_so_in_one_line_and_ends_by_the_signal(tmp_path: Path) -> None:
+    os.mkfifo(config := tmp_path / "a.yaml")
+    command = [sys.executable, "-c", INTERRUPTED, "--config", str(config)]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with program, config.open("w"):  # it reads
+        program.send_signal(signal.SIGINT)
+        output, errors = program.communicate(timeout=60)
+    assert (output, errors, program.returncode) == (b"", b"interrupted by SIGINT.\n", -signal.SIGINT)
