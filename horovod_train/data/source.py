@@ -205,10 +205,13 @@ def difference(names: Names, reference: Names, owner: str) -> str:
     owner: whose reference it is, in the sentence.
     """
     counts, reference_counts = Counter(name for name, _ in names), Counter(name for name, _ in reference)
-    if missing := sorted((reference_counts - counts).elements()):
+    if missing := sorted(reference_counts.keys() - counts):
         return f"lacks {listed(missing, 3, 'files')}, which {owner} has"
-    if added := sorted((counts - reference_counts).elements()):
+    if added := sorted(counts.keys() - reference_counts):
         return f"has {listed(added, 3, 'files')}, which {owner} lacks"
+    if unequal := sorted(name for name in counts if counts[name] != reference_counts[name]):
+        times = [f"{name} {counts[name]} in place of {reference_counts[name]} times" for name in unequal]
+        return f"has {listed(times, 3, 'files')}, unlike {owner}"
     if changed := sorted(name for name, _ in (Counter(names) - Counter(reference)).elements()):
         return f"has other content in {listed(changed, 3, 'files')} than {owner}"
     pairs = enumerate(zip(names, reference, strict=True), 1)

@@ -217,13 +217,14 @@ def check_position(config: Config, train: BatchSource, checkpoint: Checkpoint) -
     facts = checkpoint.facts
     seed, batch = facts.setting("seed"), facts.setting("data.global_batch_size")
     changed = _changed_files(train, checkpoint)
+    of_data = {name: change for name, change in facts.changes(config).items() if name.startswith(("data.", "seed"))}
+    said = "".join(f" {name}: {change}." for name, change in of_data.items())
     if facts.records and changed:
         raise UserError(
             f"{checkpoint.folder}: stands after record {facts.records} of an epoch of other data: data.train now "
-            f"{changed}. Resume with the training files as they were then, or from a checkpoint at the end of an epoch."
+            f"{changed}.{said} Resume with the training files as they were then, or from a checkpoint at the end of an "
+            "epoch."
         )
-    of_data = {name: change for name, change in facts.changes(config).items() if name.startswith(("data.", "seed"))}
-    said = "".join(f" {name}: {change}." for name, change in of_data.items())
     if facts.records and facts.data != train.fingerprint:
         raise UserError(
             f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same."
