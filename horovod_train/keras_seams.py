@@ -192,16 +192,27 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tuple[str, str]]:
         yield node.op, node.attr["deterministic"].s.decode()
 
 
-def name_counts() -> dict[str, int] | None:
-    """Return how many names of each kind Keras has given in this process, which it changes; None in a later Keras."""
+def name_counts() -> dict[str, int]:
+    """Return how many names of each kind Keras has given in this process, which it changes; {} in a later Keras."""
     try:
         from keras.src.backend.common import global_state
     except ImportError:
-        return None
+        return {}  # then a second run has other names, and says so where it resumes
     kept: dict[str, int] = global_state.get_global_attribute(
         "object_name_uids", default=collections.defaultdict(int), set_to_default=True
     )
     return kept
+
+
+@contextmanager
+def names_continued() -> Iterator[None]:
+    """After the block let Keras number names on from where it was before, or from where the block has left it."""
+    counts = name_counts()
+    before = dict(counts)
+    try:
+        yield
+    finally:
+        counts.update({name: max(count, counts.get(name, 0)) for name, count in before.items()})
 
 
 def is_conditional(graph: tf.Graph, step: tf.Graph) -> bool:

@@ -125,16 +125,13 @@ def _settings_kept() -> Iterator[None]:
     import keras
     import numpy
 
-    from horovod_train.keras_seams import name_counts
+    from horovod_train.keras_seams import names_continued
 
     policy, python_state, numpy_state = keras.config.dtype_policy(), random.getstate(), numpy.random.get_state()
-    names = name_counts()
-    given = dict(names or {})
     try:
-        yield
+        with names_continued():
+            yield
     finally:
-        if names is not None:
-            names.update({name: max(count, names.get(name, 0)) for name, count in given.items()})
         keras.config.set_dtype_policy(policy)
         keras.utils.set_random_seed(random.Random(f"{next(_calls)} {python_state}").getrandbits(31))
         random.setstate(python_state)

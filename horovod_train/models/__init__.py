@@ -17,7 +17,7 @@ import keras
 from horovod_train.config.registry import call, choose, load_task
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError, one_line
-from horovod_train.keras_seams import name_counts, stateless
+from horovod_train.keras_seams import name_counts, names_continued, stateless
 from horovod_train.models import convnet, mlp, resnet, transformer
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
@@ -80,8 +80,6 @@ def _number_names_as_at_first() -> None:
     """
     global _counts_at_first
     counts = name_counts()
-    if counts is None:  # then a second run has other names, and says so where it resumes
-        return
     if _counts_at_first is None:
         _counts_at_first = dict(counts)
     counts.clear()
@@ -91,14 +89,9 @@ def _number_names_as_at_first() -> None:
 @contextmanager
 def names_numbered_as_at_first() -> Iterator[None]:
     """Inside the block let Keras number names as for the first model of this process; afterwards it goes on."""
-    counts = name_counts()
-    before = dict(counts or {})
-    _number_names_as_at_first()
-    try:
+    with names_continued():
+        _number_names_as_at_first()
         yield
-    finally:
-        if counts is not None:
-            counts.update({name: max(count, counts.get(name, 0)) for name, count in before.items()})
 
 
 @contextmanager
@@ -109,18 +102,15 @@ def names_numbered_as_in_a_new_process() -> Iterator[None]:
     """
     global _counts_at_first
     kept, _counts_at_first = _counts_at_first, None
-    counts = name_counts()
-    if counts is None:
-        counts = {}
-    before = dict(counts)
-    counts.clear()
     try:
-        yield
-    except BaseException:
-        counts.clear()
-        raise
+        with names_continued():
+            name_counts().clear()
+            try:
+                yield
+            except BaseException:
+                name_counts().clear()
+                raise
     finally:
-        counts.update({name: max(count, counts.get(name, 0)) for name, count in before.items()})
         _counts_at_first = kept
 
 

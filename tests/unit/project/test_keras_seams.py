@@ -157,7 +157,6 @@ def test_masks_stay_with_the_tensors_that_layers_return() -> None:
 def test_names_are_numbered_anew_where_their_counts_are_cleared() -> None:
     """object_name_uids, in keras.src.backend.common.global_state."""
     counts = keras_seams.name_counts()
-    assert counts is not None
     before = dict(counts)
     counts.clear()
     assert [layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
