@@ -13,8 +13,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -276,10 +276,8 @@ class CheckpointStore(Store):
             self.write_times.add(time.perf_counter() - self._began)
 
     def _tell_newest(self) -> None:
-        try:
+        with self._warning_once(SAVED, "cannot tell the newest checkpoint"):
             self.checkpoints.tell_newest()
-        except OSError as error:
-            self._warn_once(SAVED, f"cannot tell the newest checkpoint: {reason(error)}.")
 
     def _why_given_up(self, last: Path | str) -> str | None:
         """Return why the run ends after a save that has failed; None if the next one may succeed."""
@@ -298,30 +296,28 @@ class CheckpointStore(Store):
         return None
 
     def _remove_old(self, facts: Facts) -> None:
-        try:
+        with self._warning_once("checkpoint.keep", "older checkpoints remain, and the new ones are whole"):
             steps = steps_in(self.checkpoints.folder)
             # Without a best: that of an earlier start, whose checkpoint.best was another.
             best = self.checkpoints.linked_best() if facts.best is None else self._mark_best(facts.best.step)
             kept_steps = {facts.step, best, *self.checkpoints.former_bests().values(), *steps[: self.keep]}
             self.checkpoints.remove(step for step in steps if step not in kept_steps)
-        except OSError as error:
-            self._warn_once(
-                "checkpoint.keep", f"older checkpoints remain, and the new ones are whole: {reason(error)}."
-            )
 
     def _mark_best(self, step: int) -> int:
-        try:
+        link = str(self.checkpoints.folder / BEST)  # some file systems have none
+        with self._warning_once(link, f"cannot be made to point at step {step}"):
             return self.checkpoints.mark_best(step)
-        except OSError as error:
-            place = str(self.checkpoints.folder / BEST)  # some file systems have no links
-            self._warn_once(place, f"cannot be made to point at step {step}: {reason(error)}.")
-            return step
+        return step
 
-    def _warn_once(self, subject: str, what: str) -> None:
-        """Say what is wrong after this save, and not again after each of the others."""
-        if subject not in self._warned_of:
-            log.warning(f"{subject}: {what}")
-        self._warned_of.add(subject)
+    @contextmanager
+    def _warning_once(self, subject: str, what: str) -> Iterator[None]:
+        """Say that the block has failed after this save, and not again after each of the others."""
+        try:
+            yield
+        except OSError as error:
+            if subject not in self._warned_of:
+                log.warning(f"{subject}: {what}: {reason(error)}.")
+            self._warned_of.add(subject)
 
     def _set_aside_damaged(self, step: int, damage: Damaged) -> None:
         path = self.checkpoints.path_of(step)
