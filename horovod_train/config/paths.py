@@ -134,19 +134,6 @@ def remote_problem(text: str) -> str | None:
     return None
 
 
-def unreadable_problem(text: str) -> str | None:
-    """Return why no records can be read from a path; None for a local one, or a URL that storage can read."""
-    url = _URL.match(text)
-    if url is None:
-        return None
-    if url[1] not in READABLE:
-        schemes = ", ".join(f"{scheme}://" for scheme in READABLE)
-        return f"expected a local path, or one that begins with {schemes}; received {without_secrets(text)}."
-    if not url[2].strip("/"):
-        return f"names no folder or file; received {text}."
-    return None
-
-
 def takes_remote_paths(key: str) -> bool:
     """Return whether the setting at `section.key` may name records in an object store."""
     return key in ("data.train", "data.train.path", "data.eval")
@@ -154,7 +141,13 @@ def takes_remote_paths(key: str) -> bool:
 
 def record_path_problem(key: str, text: str) -> str | None:
     """Return why no records can be read from the path at `section.key`; None if they may be."""
-    return unreadable_problem(text) or path_problem(key, text)
+    url = _URL.match(text)
+    if url and url[1] not in READABLE:
+        schemes = ", ".join(f"{scheme}://" for scheme in READABLE)
+        return f"expected a local path, or one that begins with {schemes}; received {without_secrets(text)}."
+    if url and not url[2].strip("/"):
+        return f"names no folder or file; received {text}."
+    return path_problem(key, text)
 
 
 def record_path_problems(config: Config) -> Iterator[tuple[str, str]]:
