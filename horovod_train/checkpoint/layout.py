@@ -457,31 +457,30 @@ def find_start(folder: Path, resume: str, read: Read) -> ResumePoint:
         checkpoint, damaged = newest_whole(folder, read)
     except OSError as error:
         raise unusable(f"checkpoint.resume: {resume}: cannot read {folder}", error, "") from error
-    if resume != "auto":
-        began_at = checkpoint.facts.began_at if checkpoint else ""
-        if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
-            note = (
-                f"checkpoint.resume: this run began at {resume}, and resumes from its own newest checkpoint. "
-                "To begin there again, choose another --output-dir."
-            )
-            return ResumePoint(checkpoint, damaged, note)
-        start = open_checkpoint(resume, "checkpoint.resume", read)
-        folders = {path.resolve().parent for path in checkpoints_at(Path(resume))}
-        if steps_in(folder) and folder.resolve() not in folders:
-            if checkpoint is None and damaged:
-                _raise_all_damaged(folder, resume, damaged)
-            raise UserError(
-                f"checkpoint.resume: {resume} is of another run than the checkpoints in {folder}. "
-                "Choose another --output-dir, or resume from these: --resume auto."
-            )
-        if not steps_in(folder):
-            _check_not_gone(folder, "or choose another --output-dir.")
-        return ResumePoint(start, {})
-    if checkpoint is None and damaged:
-        _raise_all_damaged(folder, resume, damaged)
-    if checkpoint is None:
-        _check_not_gone(folder, "choose another --output-dir, or say so: --resume never.")
-    return ResumePoint(checkpoint, damaged)
+    if resume == "auto":
+        if checkpoint is None and damaged:
+            _raise_all_damaged(folder, resume, damaged)
+        if checkpoint is None:
+            _check_not_gone(folder, "choose another --output-dir, or say so: --resume never.")
+        return ResumePoint(checkpoint, damaged)
+    began_at = checkpoint.facts.began_at if checkpoint else ""
+    if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
+        note = (
+            f"checkpoint.resume: this run began at {resume}, and resumes from its own newest checkpoint. "
+            "To begin there again, choose another --output-dir."
+        )
+        return ResumePoint(checkpoint, damaged, note)
+    start = open_checkpoint(resume, "checkpoint.resume", read)
+    if not steps_in(folder):
+        _check_not_gone(folder, "or choose another --output-dir.")
+    elif folder.resolve() not in {path.resolve().parent for path in checkpoints_at(Path(resume))}:
+        if checkpoint is None and damaged:
+            _raise_all_damaged(folder, resume, damaged)
+        raise UserError(
+            f"checkpoint.resume: {resume} is of another run than the checkpoints in {folder}. "
+            "Choose another --output-dir, or resume from these: --resume auto."
+        )
+    return ResumePoint(start, {})
 
 
 def _check_not_gone(folder: Path, advice: str) -> None:
