@@ -136,14 +136,12 @@ def parse_usable(
     arrays = None if faults else parser.parse(data)
     if arrays is not None:
         return arrays, {}
-    problems = dict(faults)
     usable, unusable = [], dict[int, str]()
     for record, stored in zip(records.tolist(), split_records(data), strict=True):
-        problem = None if record in problems else parser.problem(stored)
-        if problem:
-            problems[record] = name_record(record, problem)
-        if record in problems:
-            unusable[record] = problems[record]
+        if record in faults:
+            unusable[record] = faults[record]
+        elif problem := parser.problem(stored):
+            unusable[record] = name_record(record, problem)
         else:
             usable.append(stored)
     arrays = parser.parse(usable) if usable else {}

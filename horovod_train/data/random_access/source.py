@@ -141,7 +141,7 @@ def open_described(
         check_same_classes(schema.class_names, first.path, named, store.path)
     if config.on_bad_record == "error":
         for store in nonempty:
-            number, arrays = _first_record(store)
+            number, arrays = next(_first_records(store))
             problem = ArraysParser(schema.features).problem({name: values[0] for name, values in arrays.items()})
             if problem:
                 raise UserError(f"{store.name(number)}: {problem}.")
@@ -163,11 +163,6 @@ def _first_readable(stores: Sequence[Store]) -> tuple[Store, Arrays]:
             continue
         return store, next((each for each in itertools.chain([first], records) if not _says_too_little(each)), first)
     raise failures[0]
-
-
-def _first_record(store: Store) -> tuple[int, Arrays]:
-    """Return the first record that can be read, and its number. Raises UserError if there is none."""
-    return next(_first_records(store))
 
 
 def _first_records(store: Store) -> Iterator[tuple[int, Arrays]]:

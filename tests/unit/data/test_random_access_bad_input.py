@@ -25,7 +25,7 @@ from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access import store
 from horovod_train.data.random_access.arrow import ParquetFile
-from horovod_train.data.random_access.source import _first_record
+from horovod_train.data.random_access.source import _first_records
 from horovod_train.data.random_access.store import even_blocks
 from horovod_train.data.schema import load_schema
 from horovod_train.data.storage import DEFAULT
@@ -373,7 +373,7 @@ def test_an_error_of_the_system_makes_no_record_a_bad_one(number: int, exit_code
         store._read(failing, 4, 8)
     assert raised.value.exit_code == exit_code
     with pytest.raises(RunError) as raised:
-        _first_record(failing)
+        next(_first_records(failing))
     assert raised.value.exit_code == exit_code
 
 
