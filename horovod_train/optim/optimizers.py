@@ -66,13 +66,12 @@ def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
 
     A user's decay is a function (lr, horizon, **options) → Schedule, where lr is the scaled rate.
     """
-    decay, where = config.decay, "lr_schedule.decay"
+    decay, where, lr = config.decay, "lr_schedule.decay", scaled_lr(config, horizon.global_batch_size)
     if ":" not in decay.name:
         build_formula(config, horizon)  # checks first, so that errors are not reworded by Keras
         if decay.name == "constant" and not config.warmup_epochs:
-            return scaled_lr(config, horizon.global_batch_size)
+            return lr
         return ByFormula(dataclasses.asdict(config), dataclasses.asdict(horizon))
-    lr = scaled_lr(config, horizon.global_batch_size)
     schedule = call(load_function(decay.name, f"{where}.name"), decay, where, lr=lr, horizon=horizon)
     return WarmUp(schedule, horizon.steps(config.warmup_epochs)) if config.warmup_epochs else schedule
 
