@@ -351,7 +351,7 @@ class Outputs:
 def _check_texts(model: keras.Model, given: Any) -> None:
     """Raise UserError for an input that is text where the model takes numbers, or the other way round."""
     specs = given if isinstance(given, Mapping) else {"": given}
-    declared = {one.name: one.dtype for one in _taken(model)} if _inputs(model) is not None else {}
+    declared = {one.name: one.dtype for one in _taken(_inputs(model))}
     if len(declared) == len(specs) == 1:
         declared = dict(zip(specs, declared.values(), strict=True))
     for name, spec in specs.items():
@@ -421,9 +421,11 @@ def write_model(
     if model.compiled:
         model.compiled, model.optimizer = False, None
     is_keras = path.suffix == ".keras"
-    specs, taken = _declared_specs(model), _taken(model)
-    if specs is None and inputs is not None:
-        specs, taken = _specs(inputs), inputs.inputs
+    structure = _inputs(model)
+    if structure is None and inputs is not None:
+        known = {one.name: tf.TensorSpec(one.shape, one.dtype, one.name) for one in inputs.inputs}
+        structure = known if inputs.is_dict else known[inputs.inputs[0].name]
+    specs, taken = _specs(structure), _taken(structure)
     signature = None if specs is None else [specs]
     try:
         if is_keras:
@@ -506,9 +508,8 @@ def _inputs(model: keras.Model) -> Any:
     return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
 
 
-def _taken(model: keras.Model) -> Sequence[Input]:
-    """Return the inputs that a model declares: those in a dict by their keys, others by their own names."""
-    structure = _inputs(model)
+def _taken(structure: Any) -> Sequence[Input]:
+    """Return the inputs in a structure: those in a dict by their keys, others by their own names; none in None."""
     if isinstance(structure, Mapping):
         return [_input(name, tensor) for name, tensor in structure.items()]
     return [_input(tensor.name, tensor) for tensor in keras.tree.flatten(structure) if tensor is not None]
@@ -518,28 +519,19 @@ def _input(name: str, tensor: keras.KerasTensor | tf.TensorSpec) -> Input:
     return Input(name, tf.as_dtype(tensor.dtype).name, tuple(tensor.shape))
 
 
-def _declared_specs(model: keras.Model) -> Any:
-    """Return the structure of the inputs that a model declares, of tf.TensorSpec; None if it declares none.
+def _specs(structure: Any) -> Any:
+    """Return the structure of a model's inputs, of tf.TensorSpec; None for None.
 
     Keras would name them as they are, which fails for many names of columns.
     """
-    structure = _inputs(model)
-    names = iter(_argument_names([one.name for one in _taken(model)]))
+    names = iter(_argument_names([one.name for one in _taken(structure)]))
 
-    def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
+    def spec(tensor: keras.KerasTensor | tf.TensorSpec) -> tf.TensorSpec:
         return tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype, next(names))
 
     if isinstance(structure, Mapping):  # as _taken orders them
         return {name: spec(tensor) for name, tensor in structure.items()}
     return None if structure is None else keras.tree.map_structure(spec, structure)
-
-
-def _specs(inputs: ModelInputs) -> Any:
-    """Return what a model gets: a tf.TensorSpec, or a dict of them."""
-    names = _argument_names([one.name for one in inputs.inputs])
-    pairs = zip(inputs.inputs, names, strict=True)
-    specs = {one.name: tf.TensorSpec(one.shape, one.dtype, name) for one, name in pairs}
-    return specs if inputs.is_dict else specs[inputs.inputs[0].name]
 
 
 def _argument_names(names: Sequence[str]) -> list[str]:
