@@ -60,34 +60,31 @@ class _Batches(FileStore):
 
     def read(self, first: int, last: int) -> Arrays:
         self.check(self.path)
-        starts = self.blocks.first_record
         batch, end = self.blocks.containing(np.array([first, last - 1])).tolist()
         assert batch == end, "asked for records of two batches"
-        start, number = int(starts[batch]), self._numbers[batch]
+        found = self._try(batch, first, last)
+        if isinstance(found, dict):
+            return found
+        # Each record is read with all before it: find how many of the batch's first ones can be read.
+        readable = start = int(self.blocks.first_record[batch])
+        while last - readable > 1:
+            middle = (readable + last) // 2
+            if isinstance(self._try(batch, start, middle), dict):
+                readable = middle
+            else:
+                last = middle
+        raise UnreadableFrom(max(readable, first)) from found
+
+    def _try(self, batch: int, first: int, last: int) -> Arrays | Exception:
+        """Return the records [first, last) of a batch, or what was raised because it is damaged before `last`."""
+        start = int(self.blocks.first_record[batch])
         try:
-            return to_arrays(self._read_batch(number, last - start).slice(first - start))
+            return to_arrays(self._read_batch(self._numbers[batch], last - start).slice(first - start))
         except (RunError, MemoryError):
             raise
         except Exception as error:  # of pyarrow, and of what it reads through
             raise_if_of_the_system(error, self.name(first))
-            readable = self._count_readable(number, last - start)
-            raise UnreadableFrom(max(start + readable, first)) from error
-
-    def _count_readable(self, number: int, count: int) -> int:
-        """Return how many first records of a damaged batch can be read: each is read with all before it."""
-        readable = 0
-        while count - readable > 1:
-            middle = (readable + count) // 2
-            try:
-                to_arrays(self._read_batch(number, middle))
-            except (RunError, MemoryError):
-                raise
-            except Exception as error:
-                raise_if_of_the_system(error, self.path)
-                count = middle
-            else:
-                readable = middle
-        return readable
+            return error
 
     @property
     def _source(self) -> str | RemoteFile:
