@@ -21,13 +21,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from yaml.constructor import SafeConstructor
 
-from horovod_train.config.paths import (
-    did_you_mean,
-    path_problem,
-    remote_problem,
-    takes_remote_paths,
-    text_problem,
-)
+from horovod_train.config.paths import did_you_mean, path_problem, remote_problem, takes_remote_paths, text_problem
 from horovod_train.config.registry import suggest
 from horovod_train.config.rules import broken_rules, lookup
 from horovod_train.config.settings import Config, Seconds, Spec

@@ -18,11 +18,8 @@ from horovod_train.config.settings import Config, DataConfig, Spec, default_of
 from horovod_train.errors import UserError
 
 _EVALUATED = "data.eval or data.dataset"
-
 _EVALUATIONS = (_EVALUATED, "eval.every_epochs or eval.every_steps")
-
 _STOPS_EARLY = ("early_stopping.patience or early_stopping.target",)
-
 _GRADIENTS_ARE_EXCHANGED = ("train.synchronization: not local",)
 
 NEEDS: dict[str, tuple[str, ...]] = {

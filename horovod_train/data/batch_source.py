@@ -36,8 +36,6 @@ _BATCHES_ON_DEVICE = 1
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 """What TensorFlow says on a CPU of a label for which a model has no output."""
-
-
 FRACTION = "a label that is no whole number"
 """What a step says of one, before the label."""
 _FRACTION = re.compile(rf"{FRACTION}\W+([-+.\w]+)")

@@ -28,7 +28,6 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     "transformer": transformer.build,
 }
 
-
 OWN_STEPS = ("compute_loss", "compute_metrics", "test_step", "train_step")
 """Methods of a Keras model that define a step. A model that overrides one of them has a step of its own."""
 NEVER_CALLED = ("predict_step",)

@@ -11,13 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from horovod_train.config.paths import is_remote
-from horovod_train.data.random_access.store import (
-    FileStore,
-    Request,
-    check_lengths,
-    even_blocks,
-    opening,
-)
+from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks, opening
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage import Pages, Range, RemoteFile
 from horovod_train.errors import UserError, one_line
