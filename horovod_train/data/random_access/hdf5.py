@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from horovod_train.config.paths import is_remote
@@ -103,12 +104,10 @@ class HDF5File(FileStore):
 
     def read(self, first: int, last: int) -> Arrays:
         self.check(self.path)
-        with self._open_files.opened(self.path, self._open) as datasets:
-            if self._remote is None:
-                return {name: dataset[first:last] for name, dataset in datasets.items()}
-            ranges = [byte_range for rows in self._rows for byte_range in rows.ranges(first, last)]
-            with self._remote.loaded(ranges):
-                return {name: dataset[first:last] for name, dataset in datasets.items()}
+        ranges = [byte_range for rows in self._rows for byte_range in rows.ranges(first, last)]
+        in_memory = self._remote.loaded(ranges) if self._remote else nullcontext()
+        with self._open_files.opened(self.path, self._open) as datasets, in_memory:
+            return {name: dataset[first:last] for name, dataset in datasets.items()}
 
     def _open(self, _: str) -> Opened:
         import h5py  # takes a while

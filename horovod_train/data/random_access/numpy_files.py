@@ -166,9 +166,7 @@ def _find_rows(path: str, start: int, storage: Storage) -> _Rows | np.ndarray:
         if is_fortran and len(shape) > 1:
             file.seek(start)
             return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
-        read_at: Callable[[int, int], bytes] = functools.partial(storage.read, path)
-        if is_remote(path):
-            read_at = Pages(storage, path).read
+        read_at = Pages(storage, path).read if is_remote(path) else functools.partial(storage.read, path)
         rows = _Rows(path, read_at, file.tell(), shape, dtype)
         expected, size = rows.offset + shape[0] * _row_bytes(rows) if shape else 0, file.seek(0, os.SEEK_END)
         if size < expected:
