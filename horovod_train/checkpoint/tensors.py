@@ -128,12 +128,10 @@ def load(
 def _describe_writer(name: str, saved: Iterable[str]) -> str:
     """Return how the run that lacks a variable differed, as the end of a sentence."""
     differences = {"ema/": "without train.ema_decay or use_ema", "exchange/": "with another train.synchronization"}
-    matches = [
-        difference
-        for prefix, difference in differences.items()
-        if name.startswith(prefix) and not any(saved_name.startswith(prefix) for saved_name in saved)
-    ]
-    return matches[0] if matches else "from another model or optimizer"
+    for prefix, difference in differences.items():
+        if name.startswith(prefix) and not any(saved_name.startswith(prefix) for saved_name in saved):
+            return difference
+    return "from another model or optimizer"
 
 
 def sync(path: Path) -> None:

@@ -214,11 +214,11 @@ class Stream:
         except (RunError, MemoryError):
             raise
         except Exception as error:
-            said = _describe(error)
-            if isinstance(error, tf.errors.UnavailableError):
-                kind: type[RunError] = ReadFailed
-            else:  # TensorFlow keeps of what Python has raised the text alone
-                kind = unreadable_as_told(said) if isinstance(error, tf.errors.OpError) else unreadable(error)
+            if isinstance(error, tf.errors.OpError):  # TensorFlow keeps of what Python has raised the text alone
+                said = reason_of(error).rstrip(".")
+                kind = ReadFailed if isinstance(error, tf.errors.UnavailableError) else unreadable_as_told(said)
+            else:
+                said, kind = describe_error(error), unreadable(error)
             raise kind(f"{WHERE}: {self.name(epoch)}: {said}.") from error
 
     def _call(self, epoch: int) -> tf.data.Dataset | None:
@@ -239,13 +239,6 @@ def _digest_of_rows(leaves: Sequence[tf.Tensor]) -> str:
         return ""
     rows = [repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes() for array in arrays]
     return hashlib.sha256(b"".join(rows)).hexdigest()
-
-
-def _describe(error: Exception) -> str:
-    """Return what was raised in one line, and where in the user's code if Python knows it."""
-    if not isinstance(error, tf.errors.OpError):
-        return describe_error(error)
-    return reason_of(error).rstrip(".")
 
 
 @tf.autograph.experimental.do_not_convert

@@ -400,8 +400,7 @@ def load_preprocess(name: str | None) -> Preprocess | None:
         return None
     if ":" in name:
         return load_function(name, "data.preprocess")
-    preprocessor: Preprocess = load_preset(name, "preprocessor.json", "data.preprocess")
-    return preprocessor  # its call makes what the model gets, [rows, …] each
+    return load_preset(name, "preprocessor.json", "data.preprocess")  # its call makes what the model gets
 
 
 def apply_preprocess(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) -> Tensors:
