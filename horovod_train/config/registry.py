@@ -325,8 +325,7 @@ def fold(name: str) -> str:
 def suggest(name: str, known: list[str]) -> str:
     """Return the end of an error about a wrong name: the known ones that are similar to it, or else the first ones."""
     by_fold = {fold(candidate): candidate for candidate in known}
-    near = difflib.get_close_matches(fold(name), by_fold, n=3, cutoff=0.5)
-    if near:
+    if near := difflib.get_close_matches(fold(name), by_fold, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(by_fold[fold] for fold in near)}?"
     return f"expected one of {', '.join([*known[:12], *['…'] * (len(known) > 12)])}." if known else "there is none."
 

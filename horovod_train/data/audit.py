@@ -184,8 +184,7 @@ def audit(run_dir: str) -> list[EpochAudit]:
 
 def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
     for path in folder.glob("epoch-*.jsonl"):
-        match = _NAME.fullmatch(path.name)
-        if match:
+        if match := _NAME.fullmatch(path.name):
             yield path, Position(int(match[1]), int(match[2])), int(match[3])
 
 

@@ -205,9 +205,7 @@ def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
 
 
 def _list_folder(folder: str, setting: str, pattern: str, patterns: Collection[str], storage: Storage) -> list[str]:
-    content = storage.names(folder)
-    names = _record_files(folder, pattern, storage)
-    if names:
+    if names := _record_files(folder, pattern, storage):
         return names
     subfolders = record_folders(folder, patterns, storage)
     if subfolders != [folder]:
@@ -215,7 +213,7 @@ def _list_folder(folder: str, setting: str, pattern: str, patterns: Collection[s
         proposed = [*named, *subfolders][0]
         has = "some" if has_records(proposed, [pattern], storage) else "records"
         hint = f" Its folders have {has}: {setting}={proposed}?"
-    elif content:
+    elif content := storage.names(folder):
         hint = f" It holds {listed(content, 3)}; name other files with a glob."
     else:
         hint = " It is empty."

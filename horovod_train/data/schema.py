@@ -92,8 +92,7 @@ def find_schema(
     schemas = {path: load_schema(path, storage) for path in sorted({path for path in json_paths.values() if path})}
     first, *further = schemas.values()
     for other in further:
-        name = _first_difference(first, other)
-        if name:
+        if name := _first_difference(first, other):
             raise UserError(
                 f"{setting}: {first.where} and {other.where} differ in {name}; records of two kinds cannot be mixed. "
                 "Name folders of one kind, or say what to read from both in data.features."
@@ -310,8 +309,7 @@ def settings_of(feature: Feature) -> dict[str, Any]:
 def parse_feature(value: Any, where: str) -> Feature:
     """Build a feature from plain values; a string is its type. Raises UserError that begins with `where`."""
     feature = build(Feature, {"type": value} if isinstance(value, str) else value, where)
-    problem = _contradiction(feature)
-    if problem:
+    if problem := _contradiction(feature):
         raise UserError(f"{where}: {problem}")
     if feature.class_names and not feature.classes:
         return dataclasses.replace(feature, classes=len(feature.class_names))

@@ -149,8 +149,7 @@ def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: 
         return current
     with hold_lock(places, limit_s=3 * _SAVE_EVERY_S):  # without it files are only scanned twice
         stored, current = _load(places, names, stamps)  # another process may have scanned meanwhile
-        stale = [name for name in names if name not in current]
-        if stale:
+        if stale := [name for name in names if name not in current]:
             there = _still_there(folder, stored, storage)
             kept = {base: entry for base, entry in stored.items() if base in there}
 

@@ -71,8 +71,7 @@ def _write_folders(arguments: argparse.Namespace) -> None:
     if arguments.eval_images:
         eval_classes, eval_files, note = list_images(arguments.eval_images)
         notes.append(note)
-        unknown = sorted(set(eval_classes) - set(classes))
-        if unknown:
+        if unknown := sorted(set(eval_classes) - set(classes)):
             raise UserError(f"--eval-images {arguments.eval_images}: {unknown[0]} is no class of {arguments.images}.")
     for note in filter(None, notes):
         to_stdout(f"note: {note}")

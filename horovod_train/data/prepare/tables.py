@@ -293,8 +293,7 @@ def load_table(
         table[name] = np.array(cells, object) if name in stay_text else _column(cells, point)
         commas = point == "," and any("," in cell for cell in cells)
         if table[name].dtype == object:
-            missing = _find_missing(cells, point, is_text=name in stay_text)
-            if missing:
+            if missing := _find_missing(cells, point, is_text=name in stay_text):
                 rest = {name: cells, **dict(columns)}
                 gaps = {each: _find_missing(rest[each], point, is_text=each in stay_text) for each in rest}
                 raise _missing_cells(f"{path}:{lines[missing[0]]}: {name}", rest, gaps, path, separator)

@@ -139,8 +139,7 @@ def _check_same_classes(path: str, classes: list[str], request: Request) -> None
     for other in request.entries:
         if not os.path.isdir(other) or not is_image_folder(other, request.storage):
             continue
-        differing = sorted(set(classes) ^ set(class_names(other)))
-        if differing:
+        if differing := sorted(set(classes) ^ set(class_names(other))):
             without, having = (path, other) if differing[0] not in classes else (other, path)
             raise UserError(
                 f"{request.setting}: {having} has the class {differing[0]}, and {without} does not, so their labels "

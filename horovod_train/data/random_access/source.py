@@ -362,8 +362,7 @@ def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storag
                 digest = entry.get("digest") if isinstance(entry, dict) and entry.get("stamp") == stamps[name] else None
                 if isinstance(digest, str):
                     digests[path] = digest
-        missing = {name: path for name, path in paths.items() if path not in digests}
-        if missing:
+        if missing := {name: path for name, path in paths.items() if path not in digests}:
             digests |= _read_all({path: entries[path] for path in missing.values()}, storage)
             found = {name: {"stamp": stamps[name], "digest": digests[path]} for name, path in missing.items()}
             save_to_first(places, partial(_save, found))
