@@ -470,5 +470,13 @@ def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
     if device == HOST or is_text:  # other devices cannot hold strings
         return data
     # What copies has an iterator of its own, to which options that come later do not apply.
-    data = _without_autotuner(data)
-    return data.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_ON_DEVICE))
+    source, copied = _without_autotuner(data), []
+
+    def copy() -> None:
+        with tf.init_scope():
+            copied.append(source.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_ON_DEVICE)))
+
+    # The functions that copy stay in the default graph: here that of a trace, which goes. The one around it stays for
+    # the whole process, and each pass over data would leave some 450 KB there.
+    tf.function(copy, autograph=False).get_concrete_function()
+    return copied[0]

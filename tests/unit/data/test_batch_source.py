@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from horovod_train.data.batch_source import Batch, Batches, Cursor, for_each_batch, iterate
+from horovod_train.data.batch_source import Batch, Batches, Cursor, for_each_batch, iterate, prefetch_to
 
 ROWS = 2
 
@@ -109,6 +109,16 @@ def test_the_autotuner_whose_end_is_waited_for_runs_only_if_a_dataset_asks(asked
     data = Iterated(asked)
     assert list(iterate(data)) == [1, 2]
     assert data.options().autotune.enabled is given
+
+
+def test_what_copies_to_a_device_leaves_nothing_in_the_graph_of_the_process() -> None:
+    """Each evaluation makes one."""
+    data = prefetch_to(tf.data.Dataset.range(3), "/device:CPU:0")
+    assert [int(number) for number in iterate(data)] == [0, 1, 2]
+    assert not tf.compat.v1.get_default_graph().as_graph_def().library.function
+    kept = tf.data.Dataset.range(3).apply(tf.data.experimental.prefetch_to_device("/device:CPU:0", 1))
+    assert [int(number) for number in iterate(kept)] == [0, 1, 2]
+    assert tf.compat.v1.get_default_graph().as_graph_def().library.function  # so there is something to see
 
 
 TUNED = """
