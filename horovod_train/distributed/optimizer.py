@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from horovod_train.distributed.allreduce import (
 )
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.layer_contents import parts_in
+from horovod_train.distributed.objects import HOST
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import take_class, weights_of
 
@@ -348,5 +350,9 @@ class GradientExchange:
             postscale = self.predivide / ranks.size() if is_average else 1.0
             combined = sum_in_order(wire / self.predivide, name, ranks) * postscale
         else:
-            combined = hvd.allreduce(wire, name=name, ignore_name_scope=True, process_set=ranks, **self._arithmetic())
+            # Of gradients on GPUs with NCCL, Horovod's Adasum takes the mean within a host.
+            with tf.device(HOST) if self.op == "adasum" else nullcontext():
+                combined = hvd.allreduce(
+                    wire, name=name, ignore_name_scope=True, process_set=ranks, **self._arithmetic()
+                )
         return compressor.decompress(combined, context)

@@ -129,6 +129,17 @@ def test_only_an_average_in_bf16_is_divided_by_the_number_of_ranks(
     assert GradientExchange(op, "bf16", two_of_four)._combine_dense(tf.ones(3), "x") == divisor
 
 
+@pytest.mark.parametrize(("op", "place"), [("average", ""), ("adasum", "/device:CPU:0")])
+def test_adasum_is_exchanged_in_main_memory(monkeypatch: pytest.MonkeyPatch, op: Any, place: str) -> None:
+    """Horovod's own of gradients on GPUs with NCCL takes the mean within a host."""
+    monkeypatch.setattr("horovod.tensorflow.allreduce", lambda wire, **options: tf.identity(wire, name="exchange"))
+    monkeypatch.setattr(exchange_module, "is_alone", lambda ranks: False)
+    monkeypatch.setattr(GradientExchange, "__post_init__", lambda exchange: None)
+    with tf.Graph().as_default() as graph:
+        GradientExchange(op)._combine_dense(tf.ones(3), "x")
+    assert graph.get_operation_by_name("exchange").device == place
+
+
 def doubled(grads: Any, variables: Any) -> list[Any]:
     """In place of an exchange with one other rank, which has the same."""
     return [2 * grad for grad in grads]
