@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first day with a GPU, on a machine that has an NVIDIA driver and Python but no network: brings the project there
+# The first day with a GPU, on a machine that has an NVIDIA driver but no network: brings the project there
 # in pieces, and runs what gpu_day.py lists.
 #
 #   gpu_day.sh pack [--cpu] DIR      where there is a network: downloads wheels, compiles Horovod with NCCL, and writes
@@ -9,10 +9,12 @@
 #   DIR/benchmarks/gpu_day.sh --out OUT        there: runs the steps, in at most 25 minutes; results in OUT/results.json
 #   gpu_day.sh --cpu --out OUT       the same steps, tiny, without a GPU. gpu_day.py --help lists further options
 #
-# Settings of pack: PYTHON (python3: the machine must have the same version), PIECE_MIB (60: at most so much in a file),
-# HOROVOD_BUILD_CUDA_CC_LIST (90: compute capabilities to compile for). --cpu packs neither CUDA nor NCCL.
+# Settings of pack: PYTHON (python3; it travels too, for a machine that has another version), PIECE_MIB (50: at most so
+# much in a file), HOROVOD_BUILD_CUDA_CC_LIST (90: compute capabilities to compile for). --cpu packs neither CUDA nor
+# NCCL.
 # Ask the machine before you pack: nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader
-# It prints 9.0 for 90. The Horovod of pack needs a driver of branch 580 and 7.5 or later; TensorFlow needs less.
+# It prints 9.0 for 90. Where a command may take 10 minutes there: --minutes 9, then again with the same OUT.
+# The Horovod of pack needs a driver of branch 580 and 7.5 or later; TensorFlow needs less.
 # Horovod is compiled without MPI: ranks meet over gloo.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -42,7 +44,7 @@ pack() {
     fi
     mkdir -p "$dir/benchmarks"
     cp -r "$here"/* "$dir/benchmarks/"
-    tar -C "$folder" -cf - . | split --bytes="${PIECE_MIB:-60}M" --numeric-suffixes --suffix-length=3 - "$dir/piece-"
+    tar -C "$folder" -cf - . | split --bytes="${PIECE_MIB:-50}M" --numeric-suffixes --suffix-length=3 - "$dir/piece-"
     (cd "$dir" && sha256sum piece-* > SHA256SUMS)
     echo "$dir: $(find "$dir" -name 'piece-*' | wc -l) pieces, $(du -sh "$dir" | cut -f 1)"
 }
@@ -57,12 +59,15 @@ collect() { # --cpu FOLDER WORK: put into FOLDER all wheels that the machine nee
     mkdir "$work/source"
     cp -r "$root"/{horovod_train,configs,pyproject.toml,README.md,LICENSE} "$work/source/"
     "${pip[@]}" wheel --no-deps --wheel-dir "$wheels" "$work/source"
-    "${pip[@]}" download --constraint "$root/constraints.txt" --dest "$wheels" --prefer-binary \
+    carry_interpreter "$python" "$wheels/python"
+    "${pip[@]}" download --no-deps --constraint "$root/constraints.txt" --dest "$wheels" tensorflow
+    oldest_cuda "$python" "$wheels"/tensorflow-*.whl > "$work/cuda.txt"
+    "${pip[@]}" download --constraint "$root/constraints.txt" --constraint "$work/cuda.txt" --dest "$wheels" --prefer-binary \
         "$(echo "$wheels"/horovod_train-*.whl)[images,profile]" "$tensorflow" cloudpickle packaging pip
     "${pip[@]}" install --no-index --find-links "$wheels" "$tensorflow" horovod_train cloudpickle packaging
     if [[ -z $cpu ]]; then # see docs/install.md
         "${pip[@]}" install --target "$work/cuda" --no-deps \
-            nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
+            'nvidia-cuda-nvcc<14' 'nvidia-cuda-crt<14' 'nvidia-nvvm<14' 'nvidia-cuda-runtime<14' 'nvidia-cuda-cccl<14'
         cuda=$work/cuda/nvidia/cu13
         ln -s lib "$cuda/lib64"
         ln -s libcudart.so.13 "$cuda/lib/libcudart.so"
@@ -75,6 +80,27 @@ collect() { # --cpu FOLDER WORK: put into FOLDER all wheels that the machine nee
     [[ -n $cpu ]] ||
         echo "{\"driver\": 580, \"compute_capabilities\": [$HOROVOD_BUILD_CUDA_CC_LIST]," \
             "\"compiled_with\": $("${pip[@]}" list --path "$work/cuda" --format json)}" > "$wheels/$BUILT_FOR"
+}
+
+carry_interpreter() { # PYTHON FOLDER: copy it and its standard library, which run from any folder
+    local python=$1 folder=$2 program library
+    program=$("$python" -c 'import sys; print(sys._base_executable)')
+    library=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+    mkdir -p "$folder/bin" "$folder/lib"
+    cp -L "$program" "$folder/bin/$(basename "$library")"
+    tar -C "$(dirname "$library")" --exclude site-packages --exclude dist-packages --exclude __pycache__ \
+        --exclude test --exclude 'config-*' -cf - "$(basename "$library")" | tar -C "$folder/lib" -xf -
+}
+
+oldest_cuda() { # PYTHON WHEEL: the oldest libraries of CUDA that TensorFlow takes, as constraints: they are the smallest
+    "$1" - "$2" << 'PROGRAM'
+import re, sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    text = wheel.read(name).decode()
+for package, version in re.findall(r"^Requires-Dist: (nvidia-[\w-]+)<[\d.]+,>=([\d.]+);", text, re.M):
+    print(f"{package}=={version}")
+PROGRAM
 }
 
 unpack() { # DIR: check the pieces, and join them into DIR/wheels
@@ -90,23 +116,28 @@ install() { # DIR
     local dir=${1:?gpu_day.sh install DIR: the folder that pack has written} tensorflow=tensorflow version python
     unpack "$dir"
     version=$(echo "$dir"/wheels/horovod-*.whl | sed -E 's/.*-cp3([0-9]+)-.*/3.\1/')
-    for python in "python$version" python3; do
+    for python in "python$version" python3 "$dir/wheels/python/bin/python$version"; do
         [[ $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) != "$version" ]] || break
         python=''
     done
-    [[ -n $python ]] || fail "no Python $version is on PATH, for which the wheels are; pack with PYTHON=python3.N."
+    [[ -n $python ]] || fail "no Python $version is on PATH, for which the wheels are, and the one carried does not run."
     compgen -G "$dir/wheels/nvidia_nccl*" > /dev/null && tensorflow='tensorflow[and-cuda]'
     "$python" -m venv --without-pip "$dir/venv" # Debian has ensurepip in a package of its own
-    "$dir/venv/bin/python" "$(echo "$dir"/wheels/pip-*.whl)/pip" install --quiet --no-index \
+    "$dir/venv/bin/python" "$(echo "$dir"/wheels/pip-*.whl)/pip" install --quiet --no-index --no-compile \
         --find-links "$dir/wheels" pip "$tensorflow" 'horovod_train[images,profile]' horovod
     "$dir/venv/bin/python" -m horovod_train.main --version
 }
 
 case ${1:-} in
-    pack | unpack | install) "$@" ;;
+    pack | unpack | install | carry_interpreter | oldest_cuda) "$@" ;;
     *)
         for python in "$root/venv/bin/python" "$root/.venv/bin/python" "$(command -v python3)"; do
             if [[ -x $python ]]; then break; fi
+        done
+        # TensorFlow's own libraries of CUDA come first: another CUDA of the machine may have some of the same names.
+        packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        for library in "$packages"/nvidia/*/lib; do
+            [[ ! -d $library ]] || export LD_LIBRARY_PATH=$library${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
         done
         PATH=$(dirname "$python"):$PATH exec "$python" "$here/gpu_day.py" "$@"
         ;;

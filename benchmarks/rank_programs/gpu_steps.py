@@ -103,6 +103,8 @@ def load_nccl(day: Day) -> Found:
     found["compute_capabilities"] = compute_capabilities()
     if problem := judge_group([(are_sums_of_group(sums_of_group(0), 1), found["compute_capabilities"])]):
         raise NotOk(f"failed: {'. '.join(problem)}", found)
+    loaded = Path("/proc/self/maps").read_text()
+    found["libraries"] = sorted({*re.findall(r"/\S+/lib(?:cuda|cudart|cudnn|cublas|cusparse|nccl)\.so\S*", loaded)})
     need_gpu(day, found)
     expect(found["nccl_built"], "a Horovod with NCCL", found)
     return found

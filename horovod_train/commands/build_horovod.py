@@ -79,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     environment = {**os.environ, "MPI": "wheel" if mpi == "wheel" else "system", "HOROVOD_GPU_OPERATIONS": gpu}
     if mpi == "none":
         environment["HOROVOD_WITHOUT_MPI"] = "1"
+    if cuda := os.environ.get("HOROVOD_CUDA_HOME"):  # Horovod asks the nvcc on PATH what this one compiles for
+        environment["PATH"] = f"{cuda}/bin:{os.environ.get('PATH', os.defpath)}"
     _provide(mpi, environment, arguments.cache)
     _remember(environment)
     return 0

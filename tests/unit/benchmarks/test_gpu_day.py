@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import gpu_day
 import numpy as np
@@ -124,6 +125,24 @@ def test_pieces_are_joined_and_a_damaged_or_missing_one_is_named(tmp_path: Path)
         f"error: gpu_day: {packed}: damaged or missing: piece-001 piece-002. Carry again what is named.\n"
     )
     assert not (packed / "venv").exists()
+
+
+def test_the_python_of_pack_runs_on_a_machine_that_has_none(tmp_path: Path) -> None:
+    finished = shell(SCRIPT, "carry_interpreter", sys.executable, tmp_path / "python")
+    assert finished.returncode == 0, finished.text
+    program = "import ctypes, hashlib, lzma, ssl, venv, zipfile, sys; print(sys.prefix)"
+    (carried,) = (tmp_path / "python" / "bin").iterdir()
+    command = ["env", "-i", str(carried), "-c", program]
+    assert run_process(command, timeout_s=60.0).stdout == f"{tmp_path / 'python'}\n"
+
+
+def test_the_oldest_libraries_of_cuda_that_tensorflow_takes_are_packed(tmp_path: Path) -> None:
+    needs = ["numpy>=1.26.0", 'nvidia-cudnn-cu12<10.0,>=9.3.0.75; extra == "and-cuda"']
+    with ZipFile(tmp_path / "tensorflow.whl", "w") as wheel:
+        lines = "".join(f"Requires-Dist: {need}\n" for need in needs)
+        wheel.writestr("tensorflow-2.21.0.dist-info/METADATA", f"Name: tensorflow\n{lines}")
+    finished = shell(SCRIPT, "oldest_cuda", sys.executable, tmp_path / "tensorflow.whl")
+    assert finished.stdout == "nvidia-cudnn-cu12==9.3.0.75\n", finished.text
 
 
 @pytest.mark.skipif(sees_gpu(), reason="a GPU is here")
