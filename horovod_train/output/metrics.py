@@ -130,25 +130,20 @@ def load_writers(names: Sequence[str]) -> dict[str, Callable[..., MetricsWriter]
     return {name: load_function(name, "log.writers") for name in names}
 
 
-class JsonLines:
+class JsonLines(Lines):
     """A file of JSON objects, one a line, each with the `step` that it is of. Exists once it has a line."""
 
     def __init__(self, path: Path, artifact: Artifact) -> None:
-        self._lines, self._artifact = Lines(path), artifact
+        super().__init__(path)
+        self._artifact = artifact
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        self._lines.append(json_text(row))
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        self.append(json_text(row))
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`. Raises UserError."""
-        with must_be_writable(self._lines.path):
-            self._lines.keep(lambda line: _step_of(line) <= step, self._artifact)
-
-    def sync(self) -> None:
-        self._lines.flush(sync=True)
-
-    def close(self) -> None:
-        self._lines.close()
+        with must_be_writable(self.path):
+            self.keep(lambda line: _step_of(line) <= step, self._artifact)
 
 
 def _step_of(line: str) -> float:
@@ -179,33 +174,33 @@ class MetricsFile(JsonLines):
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
         seconds = round(time.monotonic() - self._started, 3)
-        self.append({"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values})
+        self.add_row({"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values})
         self._newest.add(step, split, values)
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
-        with must_be_writable(self._lines.path):
-            self._lines.path.touch()
+        with must_be_writable(self.path):
+            self.path.touch()
         self._look_at_rows()
 
     def remove_evaluation(self, step: int) -> None:
         """Remove the row of the evaluation at `step`, if there is one. Raises UserError."""
-        with must_be_writable(self._lines.path):
-            self._lines.keep(
+        with must_be_writable(self.path):
+            self.keep(
                 lambda line: _step_of(line) != step or all(row.split != "eval" for row in metrics_in([line])), METRICS
             )
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
         self._newest = _Newest()
-        with must_be_writable(self._lines.path):
-            for row in metrics_in(_newest_in(self._lines.read())):
+        with must_be_writable(self.path):
+            for row in metrics_in(_newest_in(self.read())):
                 self._newest.add(row.step, row.split, row.values)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows, without what a kill has cut short. Raises UserError."""
-        with must_be_writable(self._lines.path):
-            yield from metrics_in(self._lines.read())
+        with must_be_writable(self.path):
+            yield from metrics_in(self.read())
 
 
 def _newest_in(lines: Iterable[str]) -> Iterator[str]:

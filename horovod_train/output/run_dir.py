@@ -273,16 +273,16 @@ class RunOutput(Output):
             path: {figure: [float(f"{value:.4g}") for value in by_rank] for figure, by_rank in each.items()}
             for path, each in moves.items()
         }
-        self._parameters.append({"step": step, "parameters": rounded})
+        self._parameters.add_row({"step": step, "parameters": rounded})
         means = {path: math.sqrt(statistics.fmean(x * x for x in each["apart"])) for path, each in moves.items()}
         self.tensorboard.add_scalars("train", step, {f"apart/{path}": mean for path, mean in means.items()})
 
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
-        self._times.append({"step": step, "verdict": verdict, "seconds": seconds})
+        self._times.add_row({"step": step, "verdict": verdict, "seconds": seconds})
 
     def sync(self) -> None:
         for file in (self._metrics, self._times, self._parameters):
-            file.sync()
+            file.flush(sync=True)
 
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
         return self._metrics.last(split)

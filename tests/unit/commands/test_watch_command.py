@@ -49,7 +49,7 @@ class Run:
         for step in steps:
             for log in self.logs:
                 log.write("phase", f"train after step {step}")
-            self.times.append({"step": step, "verdict": f"verdict of {step}", "seconds": {}})
+            self.times.add_row({"step": step, "verdict": f"verdict of {step}", "seconds": {}})
             self.metrics.write(step, step // 10, "train", {"loss": loss / step, "s_per_step": 0.5, "input_share": 0.1})
 
     def end(self) -> None:
