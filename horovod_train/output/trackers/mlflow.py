@@ -67,8 +67,7 @@ class MlflowTracker:
             metric(_NOT_IN_A_NAME.sub("_", f"{row.split}/{name}"), float(value), time_ms, row.step)
             for name, value in values.items()
         ]
-        for begin in range(0, len(metrics), _MOST_METRICS):
-            self._log_batch(metrics=metrics[begin : begin + _MOST_METRICS])
+        self._log("metrics", metrics, _MOST_METRICS)
 
     def finish(self, ended: Ended, files: Sequence[Path]) -> None:
         for file in files:
@@ -108,15 +107,14 @@ class MlflowTracker:
             for key, value in settings.items()
             if key in known and known[key] != value[:_LONGEST_PARAM]
         ]
-        for begin in range(0, len(new), _MOST_PARAMS):
-            self._log_batch(params=new[begin : begin + _MOST_PARAMS])
-        for begin in range(0, len(changed), _MOST_PARAMS):
-            self._log_batch(tags=changed[begin : begin + _MOST_PARAMS])
+        self._log("params", new, _MOST_PARAMS)
+        self._log("tags", changed, _MOST_PARAMS)
 
-    def _log_batch(self, **content: Any) -> None:
-        """Raises ValueError for what the server refuses."""
+    def _log(self, kind: str, items: Sequence[Any], most: int) -> None:
+        """Log items, at most so many in a request. Raises ValueError for what the server refuses."""
         try:
-            self._client.log_batch(self._run_id, **content)
+            for begin in range(0, len(items), most):
+                self._client.log_batch(self._run_id, **{kind: items[begin : begin + most]})
         except self._mlflow.exceptions.MlflowException as error:
             if error.error_code == "INVALID_PARAMETER_VALUE":
                 raise ValueError(str(error)) from error
