@@ -208,17 +208,12 @@ class Started:
 
     def kill(self) -> None:
         """Kill the ranks that still run. See wait_for_end."""
-        if self.kind == "rank":
-            self._kill_group()
-        elif self.process.poll() is None:
-            self.send(signal.SIGKILL)
-            if self.kind == "host":
-                try:
-                    self.process.wait(AGENT_ENDS_WITHIN_S)
-                except subprocess.TimeoutExpired:
-                    self.process.kill()
-            else:
-                self.process.kill()
+        self.send(signal.SIGKILL)
+        if self.kind == "host":
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(AGENT_ENDS_WITHIN_S)
+        if self.kind != "rank":
+            self.process.kill()
 
     def wait_for_end(self, deadline: float) -> None:
         """Wait for the process, which was killed, but no longer than to `deadline`, on time.monotonic's clock."""
