@@ -197,11 +197,8 @@ def can_redraw(stream: TextIO) -> bool:
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield the items, and show a progress bar on standard error if that is a terminal."""
     if not can_redraw(sys.stderr) or total < 2:
-        return iter(items)
-    return _tracked(items, total, description)
-
-
-def _tracked(items: Iterable[T], total: int, description: str) -> Iterator[T]:
+        yield from items
+        return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     # rich's own `track` takes the description, which may name a folder, as markup with emoji.
