@@ -235,12 +235,8 @@ class StallDetector:
     def hear(self, rank: int, beat: Beat, now: float) -> None:
         self._has_stepped |= beat.has_stepped
         last = self._last_beats.get(rank)
-        if last is None:
-            self._last_beats[rank] = _LastBeat(beat, now, now)
-            return
-        if beat != last.beat:
-            last.changed_at = now
-        last.beat, last.received_at = beat, now
+        changed_at = last.changed_at if last and last.beat == beat else now
+        self._last_beats[rank] = _LastBeat(beat, now, changed_at)
 
     def forget(self, rank: int) -> None:
         """Remove a rank that has finished: it does not wait, and no rank waits for it."""
