@@ -29,7 +29,7 @@ def ask(
     port: int,
     method: str,
     key: str,
-    body: bytes = b"here",
+    body: bytes = b"",
     *,
     scope: str = NAME,
     max_bytes: int = MAX_ANSWER_BYTES,
@@ -40,10 +40,9 @@ def ask(
     process that answers instead of the server costs at most ANSWER_WITHIN_S and max_bytes.
     """
     server, slash, prefix = address.partition("/")
-    payload = body if method == "PUT" else b""
-    header = f"{method} {slash}{prefix}/{scope}/{key} HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
+    header = f"{method} {slash}{prefix}/{scope}/{key} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
     try:
-        answer = _exchange(server.partition(":")[0], port, header.encode() + payload, max_bytes)
+        answer = _exchange(server.partition(":")[0], port, header.encode() + body, max_bytes)
         head, _, content = answer.partition(b"\r\n\r\n")
     except OSError:
         return None

@@ -518,22 +518,20 @@ def _choose_interface(step: Meeting, root: str) -> str:
 
 def _horovod_variables(step: Meeting, place: Place, address: str, port: int) -> dict[str, str]:
     """Return what horovodrun sets: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
-    numbers = {
+    variables: dict[str, object] = {
         "RANK": step.rank,
         "SIZE": step.size,
         "LOCAL_RANK": place.local_rank,
         "LOCAL_SIZE": place.local_size,
         "CROSS_RANK": place.cross_rank,
         "CROSS_SIZE": place.cross_size,
-        "GLOO_RENDEZVOUS_PORT": port,
-    }
-    strings = {
         "HOSTNAME": place.host,
         "GLOO_RENDEZVOUS_ADDR": address,
+        "GLOO_RENDEZVOUS_PORT": port,
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
     }
-    return {f"HOROVOD_{name}": str(value) for name, value in (numbers | strings).items()}
+    return {f"HOROVOD_{name}": str(value) for name, value in variables.items()}
 
 
 def _log_level(step: Meeting) -> dict[str, str]:

@@ -205,7 +205,7 @@ class StepServer(RendezvousHTTPServer):
         with self._lock:
             self._pending[request] = time.monotonic() + REQUEST_WITHIN_S
             while len(self._pending) > self._max_pending:
-                _shut_down(self._pending, next(iter(self._pending)))
+                self._shut_down(next(iter(self._pending)))
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
@@ -213,7 +213,13 @@ class StepServer(RendezvousHTTPServer):
         now = time.monotonic()
         with self._lock:
             while self._pending and (oldest := next(iter(self._pending.items())))[1] <= now:
-                _shut_down(self._pending, oldest[0])
+                self._shut_down(oldest[0])
+
+    def _shut_down(self, request: socket.socket) -> None:
+        """Shut a pending connection down. The thread that reads from it then reaches the end and closes it."""
+        del self._pending[request]
+        with suppress(OSError):  # closed already
+            request.shutdown(socket.SHUT_RDWR)
 
     def admit(self, request: socket.socket) -> None:
         with self._lock:
@@ -242,15 +248,6 @@ class StepServer(RendezvousHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: a bad request ends only its connection, and does not concern the user."""
-
-
-def _shut_down(pending: dict[socket.socket, float], request: socket.socket) -> None:
-    """Shut the connection down. The thread that reads from it then reaches the end and closes it."""
-    del pending[request]
-    try:
-        request.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed already
-        return
 
 
 class _RelayHandler(_Handler):

@@ -248,7 +248,7 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
         for message in messages(random.Random(3), 200):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
                 stranger.sendall(message)
-        assert key_value_store.ask(f"127.0.0.1/{server.key}", port, "PUT", "1") == b""
+        assert key_value_store.ask(f"127.0.0.1/{server.key}", port, "PUT", "1", b"here") == b""
     monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 0.1)
     with socket.create_connection(("127.0.0.1", port), timeout=300) as slow:
         slow.send(b"GET /")
