@@ -40,7 +40,7 @@ from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.errors import RanksDisagree
 from horovod_train.host import cpu_quota
 from horovod_train.output.files import Artifact, remove
-from horovod_train.shown_text import listed
+from horovod_train.shown_text import counted, listed
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SLOW_GB_PER_S = 0.1
@@ -125,7 +125,7 @@ def check_launcher(group: WorkerGroup) -> CheckResult:
     by_mpi, scheduler = mpi_place(group), scheduler_tasks()
     counts = {"Horovod": group.size}
     text = f"started by {group.launcher}" if group.launcher != "none" else "started by itself, without a launcher"
-    text += f": {group.size} rank{'s' * (group.size > 1)} on {len(set(group.hosts))} host(s)"
+    text += f": {counted(group.size, 'rank')} on {len(set(group.hosts))} host(s)"
     if by_mpi is not None:
         counts["MPI"] = by_mpi[1]
         text += f"; {by_mpi[2]}"
@@ -140,10 +140,10 @@ def judge_counts(
     text: str, counts: Mapping[str, int], mpi_ranks: Sequence[int], facts: Mapping[str, object]
 ) -> CheckResult:
     """counts: numbers of ranks by source. mpi_ranks: MPI's number of each rank."""
-    counted = ", ".join(f"{who} counts {count}" for who, count in counts.items())
+    told = ", ".join(f"{who} counts {count}" for who, count in counts.items())
     if counts.get("MPI", len(mpi_ranks)) != len(mpi_ranks) or list(mpi_ranks) != list(range(len(mpi_ranks))):
         fix = "Start with the mpirun of the MPI that Horovod and mpi4py were built with."
-        return fail("launcher", f"{text}; {counted}", fix, facts)
+        return fail("launcher", f"{text}; {told}", fix, facts)
     by_scheduler = {who: count for who, count in counts.items() if who not in ("Horovod", "MPI")}
     for who, count in by_scheduler.items():
         if count > 1 and len(mpi_ranks) == 1:
@@ -151,7 +151,7 @@ def judge_counts(
             return fail("launcher", f"{text}, but {who} has started {count} tasks", fix, facts)
         if count != len(mpi_ranks):
             fix = "Fine where it is meant; otherwise ask the scheduler for one task a rank."
-            return warning("launcher", f"{text}; {counted}", fix, facts)
+            return warning("launcher", f"{text}; {told}", fix, facts)
     return ok("launcher", text, facts)
 
 
@@ -341,7 +341,7 @@ def judge_speed(speeds: Sequence[Speed], ranks: int, hosts: int) -> CheckResult:
         rows.append(f"{speed.bytes:>12,} {_time(speed.seconds):>9} {speed.gb_per_s:>8.3f}{alone}")
     latency, most = speeds[0].seconds, speeds[-1].gb_per_s
     facts = {"allreduce": [{**speed._asdict(), "gb_per_s": speed.gb_per_s} for speed in speeds]}
-    text = f"allreduce over {ranks} rank{'s' * (ranks > 1)}: {_time(latency)} at least, {most:.2f} GB/s at most"
+    text = f"allreduce over {counted(ranks, 'rank')}: {_time(latency)} at least, {most:.2f} GB/s at most"
     if ranks > 1 and most < SLOW_GB_PER_S:
         where = "the network between the hosts" if hosts > 1 else "this host's cores: are they busy with other work?"
         return warning("exchange speed", text, f"Look at {where}.", facts, rows)

@@ -418,7 +418,7 @@ def _show(facts: Json | None, notes: Sequence[str], faults: Sequence[str]) -> No
 def _lines(facts: Json) -> list[tuple[str, str]]:
     batch, steps, share = facts["batch"], facts["steps"], facts["records_per_rank"]
     rows = batch["rows_per_rank"]
-    per_rank = ", ".join(f"{row} on {count} rank{'s' * (count > 1)}" for row, count in rows.items())
+    per_rank = ", ".join(f"{row} on {counted(count, 'rank')}" for row, count in rows.items())
     lines = [("ranks", f"{facts['ranks']}")]
     for split, records in facts["records"].items():
         if records:

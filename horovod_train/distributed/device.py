@@ -17,6 +17,7 @@ from horovod_train.config.settings import DeviceConfig
 from horovod_train.distributed.launch.local import driver_problem, find_uuid, list_gpus, naming_problem, visible_gpus
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
+from horovod_train.shown_text import counted
 
 TO_SEE_GPUS = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
 """What helps where the driver lists GPUs and TensorFlow sees none: it lacks CUDA's libraries."""
@@ -108,10 +109,11 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads or threads)
     tf.config.set_soft_device_placement(config.soft_placement)
     tf.debugging.set_log_device_placement(config.log_placement)
-    summary = f"{_count(len(gpus), 'GPU')}; {_count(host_cores, 'core')} for {_count(local_size, 'rank')} of this host"
+    shared = f"{counted(host_cores, 'core')} for {counted(local_size, 'rank')} of this host"
+    summary = f"{counted(len(gpus), 'GPU')}; {shared}"
     if not rank_gpus:
         parts = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
-        name = f"CPU{parts}, {_count(config.intra_op_threads or threads, 'thread')}"
+        name = f"CPU{parts}, {counted(config.intra_op_threads or threads, 'thread')}"
         return Device(name, summary, (), _names("CPU", config.per_rank))
     return _device_of_gpus(rank_gpus, gpus, local_rank, summary)
 
@@ -123,7 +125,7 @@ def unseen_gpus() -> tuple[str, str] | None:
     if problem := naming_problem():
         return problem, TO_NAME_GPUS
     if unseen := list_gpus():
-        return f"TensorFlow sees none of the {_count(len(unseen), 'GPU')}", TO_SEE_GPUS
+        return f"TensorFlow sees none of the {counted(len(unseen), 'GPU')}", TO_SEE_GPUS
     if problem := driver_problem():
         return problem, TO_HAVE_GPUS
     return None
@@ -148,10 +150,6 @@ def _device_of_gpus(
     indices = [gpus.index(gpu) for gpu in rank_gpus]
     gpu_keys = host_keys(indices, len(gpus), local_rank, visible_gpus() or (), list_gpus())
     return Device(f"GPU {', '.join(map(str, indices))}", host_summary, gpu_keys, _names("GPU", len(indices)))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def pin_to_cpu(per_rank: int) -> Device:
