@@ -293,8 +293,15 @@ def _measure_scaling(arguments: argparse.Namespace) -> int:
     screen = open_screen()
     screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(list(points.values())), sep="\n")
     if arguments.json:
+        runs = {
+            ranks: {
+                "together": [each._asdict() for each in point.together],
+                "apart": [each._asdict() for each in point.separate],
+            }
+            for ranks, point in points.items()
+        }
         with Path(arguments.json).open("x", encoding="utf-8") as file:
-            file.write(json_text(_figures(points, way), indent=2) + "\n")
+            file.write(json_text({"way": way, "ranks": runs}, indent=2) + "\n")
     if arguments.png:
         _draw(Path(arguments.png), list(points.values()))
     return 0
@@ -317,19 +324,6 @@ def table(points: Sequence[Point]) -> Iterator[str]:
             f"{start:.1f}",
         ]
         yield f"| {' | '.join(cells)} |"
-
-
-def _figures(points: Mapping[int, Point], way: Way) -> dict[str, object]:
-    return {
-        "way": way,
-        "ranks": {
-            str(ranks): {
-                "together": [each._asdict() for each in point.together],
-                "apart": [each._asdict() for each in point.separate],
-            }
-            for ranks, point in points.items()
-        },
-    }
 
 
 def _draw(path: Path, points: Sequence[Point]) -> None:

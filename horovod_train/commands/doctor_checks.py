@@ -84,7 +84,8 @@ def _versions() -> dict[str, str]:
 
 def check_versions() -> CheckResult:
     """Show the versions of this rank."""
-    return ok("versions", ", ".join(f"{name} {value}" for name, value in _versions().items()), _versions())
+    versions = _versions()
+    return ok("versions", ", ".join(f"{name} {value}" for name, value in versions.items()), versions)
 
 
 def check_same(group: WorkerGroup, config: Config | None) -> CheckResult:
