@@ -44,6 +44,7 @@ from horovod_train.output.files import (
     Artifact,
     begins,
     check,
+    free_path,
     is_gone,
     json_text,
     must_be_writable,
@@ -433,11 +434,9 @@ class CheckpointSet:
 
     def set_aside(self, step: int, suffix: str) -> Path:
         """Rename a checkpoint to `….suffix`, which later reads ignore; return its new path."""
-        path, number = self.path_of(step), 1
-        while (new_path := path.with_name(f"{path.name}.{suffix}{'' if number == 1 else f'-{number}'}")).exists():
-            number += 1
+        path = self.path_of(step)
         self._forget_best(step)
-        return rename(path, new_path)
+        return rename(path, free_path(path.with_name(f"{path.name}.{suffix}")))
 
     def clear_leftovers(self) -> None:
         """Finish what a dead process began: restore replaced checkpoints, remove partial ones.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import re
@@ -37,7 +36,7 @@ from horovod_train.distributed.launch.local import list_slices
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
 from horovod_train.host import boot_id, environment_kept, sees_gpu, usable_cores
-from horovod_train.output.files import must_be_writable
+from horovod_train.output.files import free_path, must_be_writable
 from horovod_train.shown_text import listed
 
 _OF_A_LAUNCH = re.compile("HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))")
@@ -458,6 +457,4 @@ def _new_file(folder: Path) -> Path:
     """Return a free path, named by the present time in UTC."""
     with must_be_writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        start_time = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-        stems = itertools.chain([start_time], (f"{start_time}-{number}" for number in itertools.count(2)))
-        return next(path for path in (folder / f"{stem}.json" for stem in stems) if not path.exists())
+        return free_path(folder / time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime()), ".json")

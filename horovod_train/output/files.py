@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import os
@@ -125,6 +126,12 @@ def is_gone(path: Path) -> bool:
 def draft_of(path: Path) -> Path:
     """Return a free, hidden path next to `path`, for a file or folder that is renamed to `path` once it is whole."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def free_path(path: Path, ending: str = "") -> Path:
+    """Return a path that is free: `path`, or path-2, path-3, … if it is taken; each with this ending."""
+    names = itertools.chain([path.name], (f"{path.name}-{number}" for number in itertools.count(2)))
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name + ending)))
 
 
 def check(path: Path, artifact: Artifact) -> list[Path]:

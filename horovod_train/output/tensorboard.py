@@ -31,7 +31,7 @@ from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
 from horovod_train.errors import UserError
 from horovod_train.host import answer_of
-from horovod_train.output.files import Appender, rename
+from horovod_train.output.files import Appender, free_path, rename
 from horovod_train.output.metrics import FIGURES
 from horovod_train.tfrecord_framing import frame
 
@@ -194,10 +194,7 @@ class TensorBoardWriter(TensorBoard):
             before = set(folder.glob("*"))
             profiler.stop()
             for new_folder in set(folder.glob("*")) - before:
-                place, number = folder / f"step-{step:09d}", 1
-                while place.exists():  # from before the run was resumed
-                    number += 1
-                    place = folder / f"step-{step:09d}-{number}"
+                place = free_path(folder / f"step-{step:09d}")  # one may be there from before the run was resumed
                 log.info(read_profiles([rename(new_folder, place)])[0].text())
 
     def close(self) -> None:
