@@ -310,38 +310,34 @@ def _codes(*codes: int) -> Manifest:
 
 
 def _pod(job: Job, command: Sequence[str], environment: Sequence[Manifest], *, is_worker: bool = True) -> Manifest:
-    limits: dict[str, Any] = {}
-    if is_worker:
-        given = {"nvidia.com/gpu": job.gpus or None, "cpu": job.cpus, "memory": job.memory}
-        limits = {name: value for name, value in given.items() if value is not None}
-    mounts = [
+    asked = {"nvidia.com/gpu": job.gpus, "cpu": job.cpus, "memory": job.memory}
+    limits = {name: value for name, value in asked.items() if value and is_worker}
+    mounts: list[Manifest] = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
-        *({"name": f"volume-{number}", "mountPath": volume.path} for number, volume in enumerate(job.volumes)),
     ]
     volumes: list[Manifest] = [
         {"name": "config", "configMap": {"name": job.name}},
         # NCCL and gloo exchange in it; a container has 64 MiB otherwise.
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        *(
-            {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.claim}}
-            for number, volume in enumerate(job.volumes)
-        ),
     ]
-    container = {
+    for number, volume in enumerate(job.volumes):
+        mounts.append({"name": f"volume-{number}", "mountPath": volume.path})
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": volume.claim}})
+    container: Manifest = {
         "name": "train",
         "image": job.image,
         "command": list(command),
-        **({"workingDir": job.workdir} if job.workdir else {}),
-        **({"env": list(environment)} if environment else {}),
-        **({"envFrom": [{"secretRef": {"name": name}} for name in job.secrets]} if job.secrets else {}),
-        **({"resources": {"limits": limits}} if limits else {}),
+        "workingDir": job.workdir,
+        "env": list(environment),
+        "envFrom": [{"secretRef": {"name": name}} for name in job.secrets],
+        "resources": {"limits": limits} if limits else None,
         "volumeMounts": mounts,
     }
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.save_within_s,
-        "containers": [container],
+        "containers": [{key: value for key, value in container.items() if value}],
         "volumes": volumes,
     }
 
