@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,24 +195,23 @@ def _table(arguments: argparse.Namespace) -> Draft:
     return Draft("; note: ".join([found, *notes]), sections, {"model.py": model})
 
 
-def _notes_on_size(name: str, column: np.ndarray, smallest: float) -> list[str]:
-    """Say what a column needs if the model could not tell its numbers apart. smallest: deviation that needs nothing."""
+def _notes_on_size(name: str, column: np.ndarray, smallest: float) -> Iterator[str]:
+    """Yield what a column needs if the model could not tell its numbers apart. smallest: deviation that is enough."""
     numbers = column.astype(np.float64)
     least, most, deviation = column.min(), column.max(), numbers.std()
     if least == most:
-        return []
+        return
     step = float(np.spacing(np.float32(np.abs(numbers).max())))
     if step > MOST_ROUNDING * deviation:
-        return [
+        yield (
             f"{name} has numbers from {least} to {most}, which float32 rounds to steps of {step:.3g}, coarse for their "
             f"standard deviation of {deviation:.3g}: subtract their least in the file, and run init again"
-        ]
-    if deviation < smallest:
-        return [
+        )
+    elif deviation < smallest:
+        yield (
             f"{name} has a standard deviation of {deviation:.3g}, too small for the model to learn from (less than "
             f"{smallest:g}): write it in a smaller unit, and run init again"
-        ]
-    return []
+        )
 
 
 def _name_inputs(model: str, names: Collection[str]) -> str:
