@@ -66,11 +66,9 @@ def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
 
 def scheduler_tasks(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
     """Return the scheduler and the number of tasks in its job or step; None if the environment does not say."""
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+    for name, scheduler in (("SLURM_STEP_NUM_TASKS", "SLURM"), ("SLURM_NTASKS", "SLURM"), ("PBS_NP", "PBS")):
         if environment.get(name, "").isdigit():
-            return "SLURM", int(environment[name])
-    if environment.get("PBS_NP", "").isdigit():
-        return "PBS", int(environment["PBS_NP"])
+            return scheduler, int(environment[name])
     return None
 
 

@@ -7,6 +7,7 @@ read the variables of horovodrun, mpirun and srun; see launcher. Does not connec
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -186,12 +187,12 @@ def _is_used(convention: Convention, environment: Mapping[str, str]) -> bool:
 
 
 def _read(convention: Convention, environment: Mapping[str, str]) -> Meeting:
-    def number(names: tuple[str, ...], what: str, least: int = 0) -> int | None:
+    def number(names: tuple[str, ...], what: str, least: int = 0, most: float = math.inf) -> int | None:
         name = next((name for name in names if environment.get(name)), None)
         if name is None:
             return None
         text = environment[name].strip()
-        if not text.isascii() or not text.isdecimal() or int(text) < least:
+        if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
             raise UserError(f"{name} must be {what}; received {text!r}. It comes from {convention.launcher}.")
         return int(text)
 
@@ -211,9 +212,7 @@ def _read(convention: Convention, environment: Mapping[str, str]) -> Meeting:
             f"{_first(convention.rank, environment)} must be a rank below {_first(convention.size, environment)}; "
             f"received {rank} and {size}."
         )
-    port = number(convention.port, "a port from 1 to 65535", 1)
-    if port is not None and port > 65_535:
-        raise UserError(f"{_first(convention.port, environment)} must be a port from 1 to 65535; received {port}.")
+    port = number(convention.port, "a port from 1 to 65535", 1, 65_535)
     local_rank = number(convention.local_rank, "the rank among those of this host, from 0")
     local_size = number(convention.local_size, "the number of ranks on this host, at least 1", 1)
     hosts = number(convention.hosts, "the number of hosts, at least 1", 1)

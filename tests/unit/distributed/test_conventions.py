@@ -169,7 +169,7 @@ def test_other_launchers_are_nearer_or_there_is_none(environment: dict[str, str]
         (ENV_METHOD | {"RANK": "4"}, "RANK must be a rank below WORLD_SIZE; received 4 and 4"),
         (ENV_METHOD | {"RANK": "-1"}, "RANK must be a rank, from 0; received '-1'"),
         (ENV_METHOD | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be the number of ranks, at least 1; received 'two'"),
-        (ENV_METHOD | {"MASTER_PORT": "70000"}, "MASTER_PORT must be a port from 1 to 65535; received 70000"),
+        (ENV_METHOD | {"MASTER_PORT": "70000"}, "MASTER_PORT must be a port from 1 to 65535; received '70000'"),
         (ENV_METHOD | {"MASTER_ADDR": ""}, "started 4 ranks on several hosts, .* Set MASTER_ADDR to its name"),
         (torchrun() | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE must be more than the local rank, .* received 3"),
         (torchrun(1) | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE must be more than the local rank, 1"),
