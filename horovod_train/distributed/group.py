@@ -67,12 +67,11 @@ class WorkerGroup:
         arrays: numbers or arrays of any shape; the same shapes on every rank.
         """
         parts = [np.asarray(array, dtype=np.float64) for array in arrays]
-        packed = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
-        # At least one element: an empty exchange would not synchronise the ranks.
+        # With an element more: an empty exchange would not synchronise the ranks.
+        packed = np.concatenate([*(part.ravel() for part in parts), [0.0]])
         with self.heartbeat.phase("exchange"), tf.device(HOST):
-            total = self.sum_in_step(tf.constant(np.append(packed, 0.0)), "group.sum").numpy()
-        ends = np.cumsum([part.size for part in parts])
-        pieces = np.split(total[:-1], ends[:-1]) if parts else []
+            total = self.sum_in_step(tf.constant(packed), "group.sum").numpy()
+        *pieces, _ = np.split(total, np.cumsum([part.size for part in parts], dtype=int))
         return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
     def sum_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:

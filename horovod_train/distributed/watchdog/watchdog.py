@@ -71,11 +71,10 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
     if not limits.enabled:
         return Watchdog()
     server = _open_server(group) if group.is_root else None
-    root = server.address if server else None
-    fields = group.broadcast_object((root.host, root.port, root.token) if root else None)
+    fields = group.broadcast_object(server.address._asdict() if server else None)
     if fields is None:
         return Watchdog()
-    address = Address(*fields)
+    address = Address(**fields)
     host_claim = open_host_claim(group)
     watch: Watch
     if server is not None:
