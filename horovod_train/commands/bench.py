@@ -282,28 +282,28 @@ def _measure_scaling(arguments: argparse.Namespace) -> int:
     check_new("bench scaling: --png", arguments.png)
     config = measured_config(load_from_arguments([*arguments.config, *arguments.overrides]), arguments.steps)
     way = arguments.way or best_way()[0]
-    points = {ranks: Point(ranks, [], []) for ranks in sorted(set(arguments.np))}
+    points = [Point(ranks, [], []) for ranks in sorted(set(arguments.np))]
     for number in range(arguments.rounds):
-        for ranks, point in points.items():
-            point.together.append(measure(config, ranks, way))
-            point.separate.append(point.together[-1] if ranks == 1 else measure(config, ranks, None))
-            newest = point.together[-1]
+        for ranks, together, separate in points:
+            newest = measure(config, ranks, way)
+            together.append(newest)
+            separate.append(newest if ranks == 1 else measure(config, ranks, None))
             figures = f"{newest.examples_per_s:,.0f} examples/s, first step after {newest.first_step_s:.1f} s"
             print(f"round {number + 1}, {ranks} ranks: {figures}", file=sys.stderr, flush=True)
     screen = open_screen()
-    screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(list(points.values())), sep="\n")
+    screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(points), sep="\n")
     if arguments.json:
         runs = {
-            ranks: {
+            point.ranks: {
                 "together": [each._asdict() for each in point.together],
                 "apart": [each._asdict() for each in point.separate],
             }
-            for ranks, point in points.items()
+            for point in points
         }
         with Path(arguments.json).open("x", encoding="utf-8") as file:
             file.write(json_text({"way": way, "ranks": runs}, indent=2) + "\n")
     if arguments.png:
-        _draw(Path(arguments.png), list(points.values()))
+        _draw(Path(arguments.png), points)
     return 0
 
 
