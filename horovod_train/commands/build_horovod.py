@@ -147,10 +147,8 @@ def _system_mpi() -> str:
                 f"build-horovod: --mpi system: {tool} is not on PATH: apt-get install libopenmpi-dev openmpi-bin, or "
                 "take --mpi wheel."
             )
-    outputs = [str(shutil.which("mpicxx"))]
-    for command in (["mpirun", "--version"], ["mpicxx", "-show"]):
-        outputs.append(answer_of(command).stdout)
-    return _digest("\n".join(outputs))
+    outputs = [answer_of(command).stdout for command in (["mpirun", "--version"], ["mpicxx", "-show"])]
+    return _digest("\n".join([str(shutil.which("mpicxx")), *outputs]))
 
 
 def _digest(text: str) -> str:
@@ -167,7 +165,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _wheel_in(folder: Path) -> Path | None:
-    return next(iter(sorted(folder.glob("*.whl"))), None)
+    return min(folder.glob("*.whl"), default=None)
 
 
 def _writable_by_others(*paths: Path) -> str:

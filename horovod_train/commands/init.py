@@ -265,14 +265,15 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
     splits = splits or {"train": str(path)}
     if "train" not in splits or not has_records(splits["train"], ["*.tfrecord*"]):
         raise UserError(f"{path}: expected *.tfrecord* files in it, or in its folder train.")
-    described = [place for place in (Path(splits["train"]), path) if (place / DATASET_NAME).is_file()]
-    if not described:
+    places = (Path(splits["train"]), path)
+    described = next((file for place in places if (file := place / DATASET_NAME).is_file()), None)
+    if described is None:
         raise UserError(
             f"{path}: has no {DATASET_NAME}, so nothing says what a record holds. Write data.features yourself: "
             "docs/data.md has each type; `check-data` then tries them on every record."
         )
-    schema = load_schema(str(described[0] / DATASET_NAME))
-    target = _target_of_records(schema, described[0] / DATASET_NAME)
+    schema = load_schema(str(described))
+    target = _target_of_records(schema, described)
     feature = schema.features[target]
     data: dict[str, Any] = {**splits, "global_batch_size": 64}
     if "eval" not in splits:
@@ -291,9 +292,7 @@ def _tfrecords(arguments: argparse.Namespace) -> Draft:
     what = f"{feature.classes} classes" if feature.classes else "numbers" if feature.tensor_shape else "a number"
     found = f"records of {shapes}; {', '.join(schema.inputs)} → {target}, {what}"
     if not feature.classes and feature.stored_dtype != "float32":
-        found += (
-            f"; note: if {target} is a class, give it `classes: N` in {described[0] / DATASET_NAME}, and init again"
-        )
+        found += f"; note: if {target} is a class, give it `classes: N` in {described}, and init again"
     return Draft(found, sections, {"model.py": model})
 
 

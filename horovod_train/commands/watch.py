@@ -403,9 +403,7 @@ def _title(look: Look) -> str:
         return f"{look.run_dir}: over; {where}"
     if look.is_starting:
         return f"{look.run_dir}: launch starts it again; before: {where}"
-    return (
-        f"{look.run_dir}: {where}, for {_clock(max(0.0, (datetime.now().astimezone() - rank.began).total_seconds()))}"
-    )
+    return f"{look.run_dir}: {where}, for {_clock((datetime.now().astimezone() - rank.began).total_seconds())}"
 
 
 def _progress(look: Look) -> Iterator[RenderableType]:
