@@ -37,7 +37,7 @@ def test_other_values_have_another_digest(name: str) -> None:
 
 def test_the_first_variable_that_differs_is_named_with_the_ranks_that_are_unlike_the_first() -> None:
     digests = np.array([[1, 2, 3], [1, 2, 4], [1, 5, 3]])
-    with pytest.raises(RanksDisagree, match=r"weights: b on rank 7 differs from that on rank 2\. Do so; "):
+    with pytest.raises(RanksDisagree, match=r"weights: b on rank 7 differs from that on rank 2\. Do so\. Where "):
         check_equal(digests, ["a", "b", "c"], [2, 4, 7], "Do so")
     check_equal(digests[:1], ["a", "b", "c"], [2], "Do so")
 
