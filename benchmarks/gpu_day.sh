@@ -82,11 +82,13 @@ collect() { # --cpu FOLDER WORK: put into FOLDER all wheels that the machine nee
             "\"compiled_with\": $("${pip[@]}" list --path "$work/cuda" --format json)}" > "$wheels/$BUILT_FOR"
 }
 
-carry_interpreter() { # PYTHON FOLDER: copy it and its standard library, which run from any folder
-    local python=$1 folder=$2 program library
+carry_interpreter() { # PYTHON FOLDER: copy it, its standard library and libpython. The machine must have libssl and libffi
+    local python=$1 folder=$2 program library shared
     program=$("$python" -c 'import sys; print(sys._base_executable)')
     library=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+    shared=$("$python" -c 'from sysconfig import get_config_var as of; print(of("LIBDIR") + "/" + of("INSTSONAME"))')
     mkdir -p "$folder/bin" "$folder/lib"
+    [[ $shared != *.so* || ! -f $shared ]] || cp -L "$shared" "$folder/lib/"
     cp -L "$program" "$folder/bin/$(basename "$library")"
     tar -C "$(dirname "$library")" --exclude site-packages --exclude dist-packages --exclude __pycache__ \
         --exclude test --exclude 'config-*' -cf - "$(basename "$library")" | tar -C "$folder/lib" -xf -
@@ -112,11 +114,16 @@ unpack() { # DIR: check the pieces, and join them into DIR/wheels
     cat "$dir"/piece-* | tar -C "$dir/wheels" -xf -
 }
 
+find_libpython() { # DIR: let the Python that was carried there find its library
+    export LD_LIBRARY_PATH=$1/wheels/python/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+}
+
 install() { # DIR
     local dir=${1:?gpu_day.sh install DIR: the folder that pack has written} tensorflow=tensorflow version python
     unpack "$dir"
     version=$(echo "$dir"/wheels/horovod-*.whl | sed -E 's/.*-cp3([0-9]+)-.*/3.\1/')
     for python in "python$version" python3 "$dir/wheels/python/bin/python$version"; do
+        [[ $python != "$dir"/* ]] || find_libpython "$dir"
         [[ $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) != "$version" ]] || break
         python=''
     done
@@ -134,6 +141,7 @@ case ${1:-} in
         for python in "$root/venv/bin/python" "$root/.venv/bin/python" "$(command -v python3)"; do
             if [[ -x $python ]]; then break; fi
         done
+        if grep -qs "$root/wheels/python" "$root/venv/pyvenv.cfg"; then find_libpython "$root"; fi
         # TensorFlow's own libraries of CUDA come first: another CUDA of the machine may have some of the same names.
         packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         for library in "$packages"/nvidia/*/lib; do

@@ -402,7 +402,8 @@ class Supervisor:
         finally:
             self._started.kill()
             kind, self._started = self._started.kind, None
-        verdict = self._by_summary(judge(ended, kind, asked_by=self._asked_by, is_first=is_first), ended)
+        verdict = judge(ended, kind, asked_by=self._asked_by, is_first=is_first, is_trainer=self.program.is_trainer)
+        verdict = self._by_summary(verdict, ended)
         killed = sum(code > 128 for code in ended.codes.values())
         has_no_files = kind == "host" and NOTHING_STARTED in ended.codes.values()
         return verdict, ended.seconds, 0 if has_no_files or verdict.code == InUse.exit_code else killed or 1

@@ -31,7 +31,7 @@ from horovod_train.shown_text import listed
 log = logging.getLogger(__name__)
 
 INDEX_NAME = "index.npz"
-"""An index of records, which may be in their folder; see tfrecord.index."""
+"""An index of records, which may be in their folder; see tfrecord_index."""
 
 _OURS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock")
 """Names of files that we write beside records."""

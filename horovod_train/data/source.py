@@ -3,7 +3,7 @@
 A source is all records of one split in a fixed order. It stores them in blocks: runs of neighbours that are read in one
 piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
 
-To add a kind: a package with an OpenSource, such as tfrecord.source.open_tfrecords, and a line in dataset.SOURCES.
+To add a kind: a module with an OpenSource, such as tfrecord.open_tfrecords, and a line in dataset.SOURCES.
 Files that can be read by number need less: see random_access.
 
 A part of a source, such as a file, is identified by its base name, its size, its number of records and a digest of what
@@ -27,7 +27,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.schema import Feature
-from horovod_train.shown_text import listed
+from horovod_train.shown_text import counted, listed
 
 Arrays = dict[str, np.ndarray]
 """By name. Strings may be an eager tensor instead, which numpy.asarray copies into Python."""
@@ -210,8 +210,8 @@ def difference(names: Names, reference: Names, owner: str) -> str:
     if added := sorted(counts.keys() - reference_counts):
         return f"has {listed(added, 3, 'files')}, which {owner} lacks"
     if unequal := sorted(name for name in counts if counts[name] != reference_counts[name]):
-        times = [f"{name} {counts[name]} in place of {reference_counts[name]} times" for name in unequal]
-        return f"has {listed(times, 3, 'files')}, unlike {owner}"
+        times = [f"{name} {counted(counts[name], 'time')}, not {reference_counts[name]}" for name in unequal]
+        return f"differs from {owner} in how often files count: {listed(times, 3, 'files')}"
     if changed := sorted(name for name, _ in (Counter(names) - Counter(reference)).elements()):
         return f"has other content in {listed(changed, 3, 'files')} than {owner}"
     pairs = enumerate(zip(names, reference, strict=True), 1)

@@ -264,7 +264,7 @@ class GradientCombiner:
         if by_inputs and not is_alone(self.process_set):
             _warn_of_inputs()
         check_have_gradients(weights)
-        if not is_alone(self.process_set):
+        if self.exchange.compression in ("bf16", hvd.Compression.none) and not is_alone(self.process_set):
             check_sendable(weights)
         prefix = self.name or self.owner
         if weights:  # two optimizers of a script may have one name

@@ -4,5 +4,5 @@ import sys
 
 from horovod_train.keras import *  # noqa: F403  (for type checkers; at run time this module is the other one)
 
-for _part in ("", ".callbacks", ".elastic"):
-    sys.modules[__name__ + _part] = sys.modules[f"horovod_train.keras{_part}"]
+for _name in [_name for _name in sys.modules if f"{_name}.".startswith("horovod_train.keras.")]:
+    sys.modules[_name.replace("horovod_train", "horovod_train.tensorflow", 1)] = sys.modules[_name]

@@ -131,23 +131,29 @@ class ArrowFile(_Batches):
     """The records of an Arrow file (Feather 2), a record batch a block."""
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
-        """Read one column alone to count records: to open a batch that is compressed is to decompress it.
+        """Read one column alone to count records, unless the file is mapped: to open other batches is to read them.
 
-        The bytes in memory are those of the first batch for all records, at least the file's.
+        The bytes in memory are then those of the largest batch for all records; of a remote file, those of the file.
         """
         from pyarrow import ipc, memory_map
 
         with memory_map(self.path) if self._pages is None else RemoteFile(self._pages) as file:
             with ipc.open_file(file) as reader:
-                schema, batches = reader.schema, range(reader.num_record_batches)
-                if not len(schema) or not batches:
+                schema, numbers = reader.schema, range(reader.num_record_batches)
+                if not len(schema) or not numbers:
                     return schema, [], 0
-                first = reader.get_batch(0)
+                if self._pages is None and _is_mapped(reader.get_batch(0), file):
+                    sizes = [(batch.num_rows, batch.nbytes) for batch in map(reader.get_batch, numbers)]
+                    return schema, [count for count, _ in sizes], sum(size for _, size in sizes)
             narrowest = min(range(len(schema)), key=lambda number: _width(schema.field(number).type))
             options = ipc.IpcReadOptions(included_fields=[narrowest])
             with ipc.open_file(file, options=options) as reader:
-                counts = [reader.get_batch(number).num_rows for number in batches]
-        return schema, counts, max(self.size, first.nbytes * sum(counts) // max(1, first.num_rows))
+                counts = [reader.get_batch(number).num_rows for number in numbers]
+            if self._pages is not None:
+                return schema, counts, self.size
+            with ipc.open_file(file) as reader:
+                largest = reader.get_batch(counts.index(max(counts)))
+        return schema, counts, largest.nbytes * sum(counts) // max(1, largest.num_rows)
 
     def _read_batch(self, number: int, count: int) -> Any:
         from pyarrow import OSFile, ipc, table
@@ -158,6 +164,14 @@ class ArrowFile(_Batches):
         ):
             batch = reader.get_batch(number)
             return table({name: batch.column(name) for name in self._names}).slice(0, count)
+
+
+def _is_mapped(batch: Any, file: Any) -> bool:
+    """Return whether a batch lies in a memory-mapped file itself, as one does that is not compressed."""
+    file.seek(0)
+    whole = file.read_buffer()
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None]
+    return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers if buffer.size)
 
 
 def _width(kind: Any) -> float:

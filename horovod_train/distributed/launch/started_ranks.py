@@ -77,8 +77,10 @@ class Verdict(NamedTuple):
     why: str
 
 
-def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> Verdict:
+def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True, is_trainer: bool = False) -> Verdict:
     """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has.
+
+    is_trainer: whether the ranks are of the trainer, which a signal ends only before it trains.
 
     is_first: whether no ranks were started before, of which one on a host that is lost may still run.
     """
@@ -101,8 +103,8 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True) -> 
     if asked_by:
         is_saved = codes <= SAVED
         ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
-        if not is_saved and codes <= SAVED | {128 + asked_by}:
-            ending = f"{how}, as before it trains, while its program loads"
+        if is_trainer and kind == "rank" and not is_saved and codes <= {START_AGAIN, STOPPED, 128 + asked_by}:
+            ending = f"{how} while its program was loading, so nothing had to be saved"
         return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {signal_name(asked_by)}; {ending}")
     if codes <= SAVED:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved what it had trained")

@@ -105,6 +105,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert refused["adasum_of_some"].endswith("op adasum is over all ranks; leave process_set out.")
         assert "would skip the step alone. Use mixed_bfloat16" in refused["local_scaled"]
         assert "each rank would clip by another norm. Use clipnorm." in refused["local_clipped"]
+        assert facts["bfloat16_by_fp16"] == [2.0]
         assert refused["bfloat16"].startswith("variable Variable:0 is bfloat16, which Horovod cannot exchange.")
         assert refused["barrier_in_a_step"].endswith("Call it outside tf.function.")
         assert refused["in_xla"].startswith("XLA cannot compile the exchange between ranks")

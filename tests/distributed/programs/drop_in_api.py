@@ -401,13 +401,15 @@ def train_after_join(*, broadcasts: bool) -> float:
     return float(weight.numpy()[0])
 
 
-def gradient_of_bfloat16() -> None:
+def gradient_of_bfloat16(compression: Any = hvd.Compression.bf16) -> list[float]:
     weight = tf.Variable(tf.ones(1, tf.bfloat16))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(weight * weight)
-    with_tape(compression=hvd.Compression.bf16)(tape).gradient(loss, [weight])
+    (gradient,) = with_tape(compression=compression)(tape).gradient(loss, [weight])
+    return [float(value) for value in gradient]
 
 
+facts["bfloat16_by_fp16"] = gradient_of_bfloat16(hvd.Compression.fp16)
 facts["refused"]["bfloat16"] = error_of(gradient_of_bfloat16)
 facts["refused"]["barrier_in_a_step"] = error_of(tf.function(hvd_tf.barrier, autograph=False))
 in_xla = tf.function(lambda: hvd_tf.allreduce(tf.ones(1)), jit_compile=True, autograph=False)

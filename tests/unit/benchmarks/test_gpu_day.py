@@ -127,13 +127,20 @@ def test_pieces_are_joined_and_a_damaged_or_missing_one_is_named(tmp_path: Path)
     assert not (packed / "venv").exists()
 
 
+CARRIED = """
+import ctypes, hashlib, lzma, ssl, venv, zipfile, sys
+print(sys.prefix, *{line.split()[-1] for line in open("/proc/self/maps") if "libpython" in line})
+"""
+
+
 def test_the_python_of_pack_runs_on_a_machine_that_has_none(tmp_path: Path) -> None:
     finished = shell(SCRIPT, "carry_interpreter", sys.executable, tmp_path / "python")
     assert finished.returncode == 0, finished.text
-    program = "import ctypes, hashlib, lzma, ssl, venv, zipfile, sys; print(sys.prefix)"
     (carried,) = (tmp_path / "python" / "bin").iterdir()
-    command = ["env", "-i", str(carried), "-c", program]
-    assert run_process(command, timeout_s=60.0).stdout == f"{tmp_path / 'python'}\n"
+    command = ["env", "-i", f"LD_LIBRARY_PATH={tmp_path / 'python' / 'lib'}", str(carried), "-c", CARRIED]
+    prefix, *libraries = run_process(command, timeout_s=60.0).stdout.split()
+    assert prefix == str(tmp_path / "python")
+    assert all(library.startswith(f"{prefix}/") for library in libraries)
 
 
 def test_the_oldest_libraries_of_cuda_that_tensorflow_takes_are_packed(tmp_path: Path) -> None:

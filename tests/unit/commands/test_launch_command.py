@@ -82,9 +82,13 @@ def test_what_follows_is_decided_by_exit_codes(codes: list[int], asked_by: int, 
 
 
 def test_ranks_that_are_asked_before_they_train_have_lost_nothing() -> None:
-    why = judge(OneStart(143, 75).wait(), "rank", asked_by=signal.SIGTERM).why
-    assert why == "asked by SIGTERM; rank 0 was killed by SIGTERM, as before it trains, while its program loads"
-    assert judge(OneStart(75, 137).wait(), "rank", asked_by=signal.SIGTERM).why.endswith("; not all ranks could save")
+    def why(*codes: int, is_trainer: bool = True) -> str:
+        return judge(OneStart(*codes).wait(), "rank", asked_by=signal.SIGTERM, is_trainer=is_trainer).why
+
+    how = "asked by SIGTERM; rank 0 was killed by SIGTERM"
+    assert why(143, 75) == f"{how} while its program was loading, so nothing had to be saved"
+    assert why(143, 75, is_trainer=False) == f"{how}; not all ranks could save"
+    assert why(75, 137).endswith("rank 1 was killed by SIGKILL; not all ranks could save")
 
 
 @pytest.mark.parametrize(("codes", "follows", "code"), [([73, 1], "again", 73), ([1, 2], "stop", 2), ([1], "again", 1)])

@@ -58,7 +58,7 @@ CHANGES: list[tuple[str, Change, str]] = [
 
 def test_a_file_that_counts_more_often_is_not_said_to_be_missing() -> None:
     once, twice = [("a", "1"), ("b", "2"), ("b", "2")], [("a", "1"), ("a", "1"), ("b", "2")]
-    said = "has a 1 in place of 2 times, b 2 in place of 1 times, unlike rank 0"
+    said = "differs from rank 0 in how often files count: a 1 time, not 2, b 2 times, not 1"
     assert source.difference(once, twice, "rank 0") == said
 
 

@@ -302,6 +302,24 @@ def test_an_arrow_file_that_is_compressed_is_not_decompressed_to_count_its_recor
     assert "ZSTD" in str(load(1).faults)
 
 
+@pytest.mark.parametrize("compression", ["uncompressed", "zstd"])
+def test_the_bytes_of_an_arrow_file_are_those_in_memory(tmp_path: Path, compression: str) -> None:
+    """Of a compressed one those of its largest batch count for all: here the first is small."""
+    rows = [[1.0]] * 2 + [[1.0] * 500] * 20
+    table = pa.table({"x": rows, "y": range(22)})
+    with pa.ipc.new_file(
+        path := tmp_path / "a.arrow",
+        table.schema,
+        options=pa.ipc.IpcWriteOptions(compression=None if compression == "uncompressed" else compression),
+    ) as writer:
+        writer.write_table(table[:2])
+        writer.write_table(table[2:])
+    data = config(path, inputs=("y",), targets=(), features={"x": {"max_length": 500}})
+    counted = open_records(data, "train").source.blocks.total_bytes
+    assert counted == pytest.approx(table[:2].nbytes + table[2:].nbytes, rel=0.15)
+    assert (counted > path.stat().st_size) == (compression == "zstd")
+
+
 def test_records_are_described_by_the_first_that_can_be_read(tmp_path: Path) -> None:
     """Of a later block, or where bad records are skipped of a later file."""
     numbers = np.arange(1000, 1300)

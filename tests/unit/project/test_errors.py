@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from conftest import wait_until
 from test_architecture import FILES
 
 from horovod_train.errors import ReadFailed, UserError, one_line, unreadable, unreadable_as_told
@@ -148,11 +149,25 @@ entry()
 """
 
 
+def open_if_read(pipe: Path, writers: list[int]) -> bool:
+    """Open the end to write to if a process reads from the pipe; return whether one does."""
+    try:
+        writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
+    return True
+
+
 def test_an_interrupted_program_says_so_in_one_line_and_ends_by_the_signal(tmp_path: Path) -> None:
     os.mkfifo(config := tmp_path / "a.yaml")
     command = [sys.executable, "-c", INTERRUPTED, "--config", str(config)]
-    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with program, config.open("w"):  # it reads
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        writers: list[int] = []
+        wait_until(lambda: open_if_read(config, writers) or program.poll() is not None)
         program.send_signal(signal.SIGINT)
         output, errors = program.communicate(timeout=60)
+    for writer in writers:
+        os.close(writer)
     assert (output, errors, program.returncode) == (b"", b"interrupted by SIGINT.\n", -signal.SIGINT)
