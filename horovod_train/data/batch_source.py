@@ -469,14 +469,14 @@ def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
     is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
     if device == HOST or is_text:  # other devices cannot hold strings
         return data
-    # What copies has an iterator of its own, to which options that come later do not apply.
+    # The copy has an iterator of its own, to which options that are set after it do not apply.
     source, copied = _without_autotuner(data), []
 
     def copy() -> None:
         with tf.init_scope():
             copied.append(source.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_ON_DEVICE)))
 
-    # The functions that copy stay in the default graph: here that of a trace, which goes. The one around it stays for
-    # the whole process, and each pass over data would leave some 450 KB there.
+    # TensorFlow adds the functions that copy to the default graph. That of a trace is freed; that of the process is
+    # not, and would grow by 450 KB with each pass over data.
     tf.function(copy, autograph=False).get_concrete_function()
     return copied[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -264,6 +265,7 @@ class GradientCombiner:
         if by_inputs and not is_alone(self.process_set):
             _warn_of_inputs()
         check_have_gradients(weights)
+        # Compressed to fp16, also those of other floats are sent.
         if self.exchange.compression in ("bf16", hvd.Compression.none) and not is_alone(self.process_set):
             check_sendable(weights)
         prefix = self.name or self.owner
@@ -480,15 +482,18 @@ def _distributed_tape(base: type, combiner: GradientCombiner) -> type:
 
         def jacobian(self, *arguments: Any, **options: Any) -> Any:
             """Return this rank's own. TensorFlow's method calls `gradient` for each value of the target."""
-            own, plain = super().jacobian, super().gradient
-            with method_replaced([self], "gradient", lambda *_: plain):
-                return own(*arguments, **options)
+            with self._plain_gradient():
+                return super().jacobian(*arguments, **options)
 
         def batch_jacobian(self, *arguments: Any, **options: Any) -> Any:
             """Return this rank's own, as `jacobian` does."""
-            own, plain = super().batch_jacobian, super().gradient
-            with method_replaced([self], "gradient", lambda *_: plain):
-                return own(*arguments, **options)
+            with self._plain_gradient():
+                return super().batch_jacobian(*arguments, **options)
+
+        def _plain_gradient(self) -> AbstractContextManager[None]:
+            """Inside the block, `gradient` is this rank's."""
+            plain = super().gradient
+            return method_replaced([self], "gradient", lambda *_: plain)
 
         def get_local_and_global_gradients(
             self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False

@@ -131,9 +131,10 @@ class ArrowFile(_Batches):
     """The records of an Arrow file (Feather 2), a record batch a block."""
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
-        """Read one column alone to count records, unless the file is mapped: to open other batches is to read them.
+        """Count records and bytes of a local file that is not compressed without reading it: it is mapped to memory.
 
-        The bytes in memory are then those of the largest batch for all records; of a remote file, those of the file.
+        Of others, whose batches are read whole where they are opened, only the narrowest column is read. The bytes are
+        estimated then: by the largest batch, and for a remote file by its size.
         """
         from pyarrow import ipc, memory_map
 

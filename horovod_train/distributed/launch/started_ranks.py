@@ -80,9 +80,8 @@ class Verdict(NamedTuple):
 def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True, is_trainer: bool = False) -> Verdict:
     """Decide by the exit codes of the processes. asked_by: the signal that asked for the end; 0 if none has.
 
-    is_trainer: whether the ranks are of the trainer, which a signal ends only before it trains.
-
     is_first: whether no ranks were started before, of which one on a host that is lost may still run.
+    is_trainer: whether the ranks are of the trainer, which a signal ends only while it loads.
     """
     codes = set(ended.codes.values())
     if kind == "host" and NOTHING_STARTED in codes and is_first:  # later a file server may be away
@@ -101,11 +100,12 @@ def judge(ended: Ended, kind: Kind, *, asked_by: int, is_first: bool = True, is_
         why = f"exit code {STOPPED}: the run has saved; remove the file {STOP_FILE} before it is started again"
         return Verdict("stop", STOPPED, why)
     if asked_by:
-        is_saved = codes <= SAVED
-        ending = "the ranks have saved" if is_saved else f"{how}; not all ranks could save"
-        if is_trainer and kind == "rank" and not is_saved and codes <= {START_AGAIN, STOPPED, 128 + asked_by}:
-            ending = f"{how} while its program was loading, so nothing had to be saved"
-        return Verdict("stop", START_AGAIN if is_saved else first, f"asked by {signal_name(asked_by)}; {ending}")
+        asked = f"asked by {signal_name(asked_by)}"
+        if codes <= SAVED:
+            return Verdict("stop", START_AGAIN, f"{asked}; the ranks have saved")
+        was_loading = is_trainer and kind == "rank" and codes <= {START_AGAIN, STOPPED, 128 + asked_by}
+        ending = " while its program was loading, so nothing had to be saved" if was_loading else ""
+        return Verdict("stop", first, f"{asked}; {how}{ending or '; not all ranks could save'}")
     if codes <= SAVED:
         return Verdict("stop", START_AGAIN, "the run was asked to stop, and has saved what it had trained")
     if InUse.exit_code in codes:
